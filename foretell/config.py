@@ -1,0 +1,165 @@
+"""Every default in one place. Command-line flags are made from these fields and their docs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+Weights = Literal["int8", "bf16", "f32", "int4"]
+Verification = Literal["coupled", "rejection", "block", "typical", "threshold"]
+
+_ALIASES = {"bfloat16": "bf16", "float32": "f32", "fp32": "f32", "float": "f32"}
+
+
+def weight_format(text: str) -> Weights:
+    """``int8``, ``bf16``, ``f32`` or ``int4``, long spellings allowed.
+
+    Raises:
+        ValueError: not a weight format.
+    """
+    name = _ALIASES.get(text, text)
+    if name not in get_args(Weights):
+        raise ValueError(f"weights={text!r}: choose one of {', '.join(get_args(Weights))}")
+    return name  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationConfig:
+    """Which scheme drafts, how far, and how its guesses are checked.
+
+    Raises:
+        ValueError: a value is out of range; the message says what is legal.
+    """
+
+    method: str
+    """A file of foretell.drafters, or module:Class."""
+    k: int = 5
+    """Draft tokens for each sequence and step."""
+    verification: Verification = "coupled"
+    """coupled: same seed, same text. rejection, block: same distribution, more accepted at high
+    temperature. typical, threshold: faster but lossy."""
+    threshold: float = 0.3
+    """For the lossy rules: smallest target probability that is accepted (for typical, epsilon)."""
+    options: dict[str, str] = field(default_factory=dict[str, str])
+    """The scheme's own options, as written."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.k <= 63:
+            raise ValueError(f"speculation k={self.k}: must be from 1 to 63")
+        if self.verification not in get_args(Verification):
+            raise ValueError(
+                f"verification={self.verification!r}: choose one of "
+                + ", ".join(get_args(Verification))
+            )
+        if not 0 < self.threshold <= 1:
+            raise ValueError(f"threshold={self.threshold}: must be above 0 and at most 1")
+
+    @classmethod
+    def parse(cls, text: str) -> SpeculationConfig | None:
+        """Reads ``method:name=value,name=value``; ``none`` and ``off`` give None.
+
+        Raises:
+            ValueError: not of that form.
+        """
+        if text.strip().lower() in ("", "none", "off"):
+            return None
+        method, _, rest = text.strip().partition(":")
+        if re.match(r"[A-Za-z_]\w*(,|$)", rest):  # module:Class, options after a second colon
+            name, _, rest = rest.partition(",")
+            method = f"{method}:{name}"
+        given: dict[str, str] = {}
+        for part in filter(None, (p.strip() for p in rest.split(","))):
+            name, equals, value = part.partition("=")
+            if not equals or not value:
+                raise ValueError(
+                    f"speculation {text!r}: {part!r} is not name=value; "
+                    "write for example prompt-lookup:k=8"
+                )
+            given[name.strip().replace("-", "_")] = value.strip()
+        try:
+            return cls(
+                method=method,
+                k=int(given.pop("k", cls.k)),
+                verification=given.pop("verification", cls.verification),  # type: ignore[arg-type]
+                threshold=float(given.pop("threshold", cls.threshold)),
+                options=given,
+            )
+        except ValueError as error:
+            if "invalid literal" in str(error) or "could not convert" in str(error):
+                raise ValueError(
+                    f"speculation {text!r}: k takes a whole number, threshold a number"
+                ) from None
+            raise
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What the engine runs and how much of the machine it may use."""
+
+    model: str = "smollm2"
+    """A short name (smollm2), a hub name (org/model), a directory or a .gguf file."""
+    weights: Weights = "int8"
+    """int8 (default), bf16, f32 or int4."""
+    speculation: SpeculationConfig | None = None
+    """Scheme and options, for example prompt-lookup:k=8; none turns it off."""
+    max_num_seqs: int = 16
+    """Sequences that run at once."""
+    max_model_len: int | None = None
+    """Longest prompt plus answer in tokens; the model's own limit if not given."""
+    max_num_batched_tokens: int = 512
+    """Rows of one target pass: prompt chunks, roots and draft nodes together."""
+    page_size: int = 16
+    """Tokens in a KV page."""
+    kv_memory: str = "0.3"
+    """Memory for KV pages: a fraction of what is free (0.3) or a size (512MiB, 2GB)."""
+    prefix_caching: bool = True
+    """Keep KV pages of ended requests and share them with requests that start alike."""
+    threads: int | None = None
+    """CPU threads; all cores if not given."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weights", weight_format(self.weights))
+        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ValueError(f"max_model_len={self.max_model_len}: must be at least 2")
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"threads={self.threads}: must be at least 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
+                f"max_num_seqs={self.max_num_seqs}: every running sequence needs a row"
+            )
+        k = self.speculation.k if self.speculation else 0
+        if k and self.max_num_batched_tokens < k + 1:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than k + 1 = "
+                f"{k + 1}: lower k or raise it"
+            )
+        parse_memory(self.kv_memory)
+
+    def with_(self, **changes: object) -> EngineConfig:
+        """A copy with some fields changed."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def parse_memory(text: str) -> float | int:
+    """A fraction as float in (0, 1], or a size as int bytes.
+
+    Raises:
+        ValueError: neither.
+    """
+    match = re.fullmatch(r"([\d.]+)\s*([kmgt]?i?b?)", text.strip().lower())
+    try:
+        number = float(match[1]) if match else -1.0
+    except ValueError:
+        number = -1.0
+    unit = match[2] if match else ""
+    if not unit and 0 < number <= 1:
+        return number
+    if number > 0 and unit:
+        base = 1024 if "i" in unit else 1000
+        return int(number * base ** (" kmgt".index(unit[0]) if unit[0] in "kmgt" else 0))
+    raise ValueError(f"kv_memory={text!r}: a fraction such as 0.3 or a size such as 512MiB")

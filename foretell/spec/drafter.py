@@ -1,0 +1,170 @@
+"""The one interface that every scheme speaks, and the little it may ask of the engine.
+
+A drafter guesses; it can be wrong, slow or broken, and never changes the text. It sees committed
+tokens only: never a rejected one, never a page table, never an index into logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from foretell.sequence import Sequence
+from foretell.spec.tree import TokenTree
+
+if TYPE_CHECKING:
+    from foretell.config import SpeculationConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVGroup:
+    """A drafter's own layers in the shared page space."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a scheme wants from the engine, declared as data."""
+
+    features: tuple[int, ...] = ()
+    """Target layers whose output hidden states `observe` gets; -1 is the final norm's output."""
+    logits: bool = False
+    """Whether `observe` gets the target's logits."""
+    kv: KVGroup | None = None
+    """Own layers over the shared pages."""
+    lookahead: int = 0
+    """1 where the KV entry at position t depends on token t + 1 (feature drafters)."""
+    max_nodes: int = 63
+    """Most draft tokens a sequence and step, the root not counted."""
+    max_positions: int | None = None
+    """The drafter's own context limit, where it is shorter than the target's."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Tokens to run through a model, flat over the sequences of a step. All on the host.
+
+    A row sees the first ``prefix`` positions of its sequence unmasked, and of the scratch cells
+    behind ``base`` those that ``ancestors`` has a bit for (bit j: the cell ``base + j``).
+    """
+
+    slots: list[int]  # [R] which sequence
+    tokens: list[int]  # [R]
+    positions: list[int]  # [R] place in the text: what RoPE turns by
+    cells: list[int]  # [R] place in the page table where K and V are written
+    prefix: list[int]  # [R] keys seen unmasked: positions 0 .. prefix - 1
+    ancestors: list[int]  # [R] 64-bit word; 0 for rows of a causal run
+    base: list[int]  # [R] cell of bit 0, the root
+    outputs: list[int] = field(default_factory=list[int])  # [O] rows whose logits are wanted
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def run_rows(
+    slots: SequenceOf[int], starts: SequenceOf[int], tokens: SequenceOf[SequenceOf[int]]
+) -> Rows:
+    """Causal runs: for each sequence, ``tokens[b]`` at positions ``starts[b]`` onwards; the last
+    row of each run is an output."""
+    rows = Rows([], [], [], [], [], [], [])
+    for slot, start, run in zip(slots, starts, tokens, strict=True):
+        span = range(start, start + len(run))
+        rows.slots.extend([slot] * len(run))
+        rows.tokens.extend(run)
+        rows.positions.extend(span)
+        rows.cells.extend(span)
+        rows.prefix.extend(position + 1 for position in span)
+        rows.ancestors.extend([0] * len(run))
+        rows.base.extend([0] * len(run))
+        if run:
+            rows.outputs.append(len(rows.tokens) - 1)
+    return rows
+
+
+class DraftRuntime(Protocol):
+    """The way from a drafter to the device. Implemented by the engine's runtime."""
+
+    vocab_size: int
+    max_num_seqs: int
+    max_model_len: int
+    device: torch.device
+    target: Any
+    """The target model, for schemes that share its embedding, lm_head or weights."""
+
+    def forward(self, model: Any, rows: Rows) -> Tensor:
+        """Runs a drafter's model over its own KV layers.
+
+        Returns:
+            Logits [O, V] float32 of ``rows.outputs``, in that order.
+        """
+        ...
+
+    def sampler_noise(self, seeds: SequenceOf[int], positions: SequenceOf[int]) -> Tensor:
+        """[R, V] float32 Gumbel noise, the same that the target's draw uses at that position."""
+        ...
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Rows that became final in one step, in order, grouped by sequence."""
+
+    sequences: list[Sequence]  # [B]
+    starts: list[int]  # [B] position of each sequence's first row here
+    tokens: list[list[int]]  # [B][T + 1] the T final tokens and the one after them (the new root)
+    features: Tensor | None = None  # [sum T, len(needs.features) * H], as declared in Needs
+    logits: Tensor | None = None  # [sum T, V] where Needs.logits asked for them
+
+    @property
+    def slots(self) -> list[int]:
+        return [sequence.slot for sequence in self.sequences]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request for drafts: one tree for each sequence, at most ``budgets[b]`` nodes deep."""
+
+    sequences: list[Sequence]  # [B] the root is tokens[-1], at position len(tokens) - 1
+    budgets: list[int]  # [B] draft tokens at most, 0 means only the root
+    sample: bool = False
+    """Whether drafts may be sampled (`rejection`, `block`) and their `probs` are wanted."""
+
+    @property
+    def roots(self) -> list[int]:
+        return [sequence.tokens[-1] for sequence in self.sequences]
+
+
+class Drafter:
+    """A scheme. A new one is one file in `foretell.drafters` with one subclass of this.
+
+    Args:
+        config: the scheme's name, k and its options.
+        runtime: the way to the device.
+    """
+
+    needs: Needs = Needs()
+
+    def __init__(self, config: SpeculationConfig, runtime: DraftRuntime) -> None:
+        self.config = config
+        self.runtime = runtime
+
+    def observe(self, commit: Commit) -> None:
+        """Takes in every row that became final: after each target pass, at budget 0 too."""
+
+    def propose(self, ask: Ask) -> TokenTree:
+        """Guesses how each sequence goes on. The only mandatory method.
+
+        Returns:
+            Trees whose node 0 is the root, with at most ``ask.budgets[b]`` nodes besides it.
+        """
+        raise NotImplementedError
+
+    def forget(self, slots: list[int]) -> None:
+        """Sequences left these slots (finished, aborted, preempted): drop what is kept of them."""

@@ -1,0 +1,115 @@
+"""A draft is a tree. A chain is a tree of width one; no draft is a tree of only its root.
+
+Node 0 is the root: the last known token, not yet run through the target. A parent always comes
+before its children, so ascending node order is depth order along any path, and one 64-bit word
+for each node, bit j set where node j is the node itself or an ancestor, is the whole mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MAX_NODES = 64
+"""Root included: one machine word of ancestors for each node (bit 63 is the sign bit)."""
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """Draft trees for a batch of sequences, padded to the widest."""
+
+    tokens: Tensor  # [B, N] int64, node 0 is the root; padding is 0
+    parents: Tensor  # [B, N] int64, parents[:, 0] == -1, else 0 <= parents[b, i] < i
+    sizes: Tensor  # [B] int64, nodes in use, the root included: 1 <= sizes[b] <= N
+    probs: Tensor | None = None
+    """[B, N, V] float32: row i is the distribution that the children of node i were drawn from,
+    without replacement and in node order. None: nodes were chosen deterministically."""
+
+    def __post_init__(self) -> None:
+        assert self.tokens.shape == self.parents.shape
+        assert self.tokens.shape[:1] == self.sizes.shape
+
+    @property
+    def num_drafted(self) -> list[int]:
+        return [size - 1 for size in self.sizes.tolist()]
+
+    def check(self, vocab_size: int) -> None:
+        """Asserts every invariant; tests and contract suites call it."""
+        batch, width = self.tokens.shape
+        assert 1 <= width <= MAX_NODES
+        for b in range(batch):
+            size = int(self.sizes[b])
+            assert 1 <= size <= width
+            tokens, parents = self.tokens[b, :size].tolist(), self.parents[b, :size].tolist()
+            assert parents[0] == -1
+            assert all(0 <= parent < i for i, parent in enumerate(parents) if i)
+            assert all(0 <= token < vocab_size for token in tokens)
+            edges = list(zip(parents, tokens, strict=True))
+            assert len(set(edges)) == len(edges), "siblings repeat a token"
+        if self.probs is not None:
+            assert self.probs.shape[:2] == self.tokens.shape
+
+
+def roots(tokens: list[int]) -> TokenTree:
+    """Trees without a draft: only the roots."""
+    return TokenTree(
+        torch.tensor(tokens, dtype=torch.int64).reshape(-1, 1),
+        torch.full((len(tokens), 1), -1, dtype=torch.int64),
+        torch.ones(len(tokens), dtype=torch.int64),
+    )
+
+
+def from_lists(tokens: list[list[int]], parents: list[list[int]]) -> TokenTree:
+    """Packs one token list and one parent list a sequence, root first, into padded tensors."""
+    width = max((len(row) for row in tokens), default=1)
+    pad = lambda row: row + [0] * (width - len(row))  # noqa: E731
+    return TokenTree(
+        torch.tensor([pad(row) for row in tokens], dtype=torch.int64).reshape(-1, width),
+        torch.tensor([pad(row) for row in parents], dtype=torch.int64).reshape(-1, width),
+        torch.tensor([len(row) for row in tokens], dtype=torch.int64),
+    )
+
+
+def chains(roots: list[int], drafts: list[list[int]], probs: Tensor | None = None) -> TokenTree:
+    """One chain a sequence; drafts may differ in length and be empty."""
+    tree = from_lists(
+        [[root, *draft] for root, draft in zip(roots, drafts, strict=True)],
+        [list(range(-1, len(draft))) for draft in drafts],
+    )
+    return tree if probs is None else TokenTree(tree.tokens, tree.parents, tree.sizes, probs)
+
+
+def ancestors(parents: list[int]) -> list[int]:
+    """For each node of one tree the 64-bit word of its ancestors, itself included (bit 0: root)."""
+    masks: list[int] = []
+    for i, parent in enumerate(parents):
+        masks.append((masks[parent] if parent >= 0 else 0) | 1 << i)
+    return masks
+
+
+def depths(parents: list[int]) -> list[int]:
+    """Distance from the root for each node of one tree; the root is 0."""
+    out: list[int] = []
+    for parent in parents:
+        out.append(0 if parent < 0 else out[parent] + 1)
+    return out
+
+
+def path_to(parents: list[int], node: int) -> list[int]:
+    """Nodes from the root (left out) down to ``node`` (included)."""
+    path: list[int] = []
+    while node > 0:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
+
+
+def children(parents: list[int]) -> list[list[int]]:
+    """For each node of one tree its children in node order."""
+    out: list[list[int]] = [[] for _ in parents]
+    for i, parent in enumerate(parents):
+        if parent >= 0:
+            out[parent].append(i)
+    return out
