@@ -205,11 +205,15 @@ class Sequence:
     from_draft: list[bool] = field(default_factory=list[bool])
     """For each answer token: was it the draft's guess?"""
     stats: Stats = field(default_factory=Stats)
-    num_stop_checked: int = 0
     text: str = ""
     """Text that is certain and may be streamed."""
     detokenizer: Any = None
     speculate: bool = True
+    """False: no drafts, and the drafter does not even watch."""
+    num_hashed_pages: int = 0
+    """Leading pages that the prefix cache knows."""
+    hash_parent: int = 0
+    """Identity of the last of them in the prefix cache."""
 
     def __post_init__(self) -> None:
         if not self.num_prompt:
