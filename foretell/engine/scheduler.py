@@ -78,6 +78,7 @@ class Scheduler:
         rows = self.config.max_num_batched_tokens
         # A row for everybody first, so that no prompt can starve an answer in progress.
         spare = rows - len(self.running)
+        preempted = self.num_preemptions
         items: list[Item] = []
         for sequence in list(self.running):
             if sequence.slot < 0:  # preempted for an older one in this very loop
@@ -88,21 +89,21 @@ class Scheduler:
                 items.append(Item(sequence, run))
         items = [item for item in items if item.sequence.slot >= 0]
         spare = rows - sum(item.num_run for item in items)
+        if self.num_preemptions != preempted:
+            spare = 0  # pages are short: let the older ones get on
         while spare > 0 and (item := self._admit(spare)):
             items.append(item)
             spare -= item.num_run
         if items and all(item.num_run == 1 and item.reaches_end for item in items):
-            self._give_budgets(items, spare)
+            self._give_budgets(items, rows - len(items))
         return items
 
     def _give_budgets(self, items: list[Item], spare: int) -> None:
         wants = [self.draft_limit(item.sequence) for item in items]
-        for left, (want, item) in sorted(
-            enumerate(sorted(zip(wants, items, strict=True), key=lambda pair: pair[0])),
-            key=lambda pair: pair[0],
-        ):
-            # Fair shares: the modest first, what they leave goes to the others.
-            item.budget = min(want, spare // (len(items) - left))
+        modest_first = sorted(zip(wants, items, strict=True), key=lambda pair: pair[0])
+        for served, (want, item) in enumerate(modest_first):
+            # Fair shares: what the modest leave goes to the others.
+            item.budget = min(want, spare // (len(items) - served))
             cells = len(item.sequence.tokens) + item.budget + 1
             if item.budget and not self.cache.reserve(item.sequence, cells):
                 item.budget = 0  # a draft is never worth a preemption

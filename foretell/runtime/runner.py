@@ -1,0 +1,111 @@
+"""Models on a device: runs rows through target or drafter over their own layers of the KV pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foretell.attention.base import Attention
+from foretell.models.loader import LoadedModel
+from foretell.runtime.batch import pack
+from foretell.runtime.kv import KVPool
+from foretell.spec.drafter import KVGroup, Rows
+from foretell.spec.noise import gumbel
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a target pass leaves behind."""
+
+    logits: Tensor  # [O, V] float32
+    features: Tensor | None  # [R, F] float32, the tapped layers side by side
+
+
+class Runtime:
+    """The device side of an engine, and the `DraftRuntime` that drafters see.
+
+    Args:
+        target: the loaded target.
+        attention: backend; its plan is made anew for every pass.
+    """
+
+    def __init__(
+        self,
+        target: LoadedModel,
+        attention: Attention,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        page_size: int,
+        device: torch.device | None = None,
+    ) -> None:
+        self.target = target
+        self.attention = attention
+        self.max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
+        self.page_size = page_size
+        self.device = device or torch.device("cpu")
+        self.vocab_size = target.config.vocab_size
+        self.taps: tuple[int, ...] = ()
+        self.kv: KVPool | None = None
+        # One cell more than tokens: the place of the token that a pass adds.
+        width = -(-(max_model_len + 1) // page_size)
+        self.page_table = np.full((max_num_seqs, width), -1, dtype=np.int32)
+
+    @property
+    def target_group(self) -> KVGroup:
+        """The target's layers in the page space."""
+        config = self.target.config
+        return KVGroup(
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=self.target.kv_dtype,
+        )
+
+    def allocate(self, num_pages: int, draft: KVGroup | None) -> None:
+        """Takes the memory for KV."""
+        groups = {"target": self.target_group} | ({"draft": draft} if draft else {})
+        self.kv = KVPool(groups, num_pages, self.page_size, self.device)
+
+    def set_pages(self, slot: int, pages: SequenceOf[int]) -> None:
+        """Writes a sequence's page table."""
+        self.page_table[slot, : len(pages)] = pages
+        self.page_table[slot, len(pages) :] = -1
+
+    def forward_target(self, rows: Rows) -> Output:
+        """Runs the target; logits of ``rows.outputs`` in that order."""
+        return self._forward(self.target.model, "target", rows, self.taps)
+
+    def forward(self, model: Any, rows: Rows) -> Tensor:
+        """Runs a drafter's model over the drafter's layers: logits [O, V] float32."""
+        return self._forward(model, "draft", rows, ()).logits
+
+    def sampler_noise(self, seeds: SequenceOf[int], positions: SequenceOf[int]) -> Tensor:
+        """[R, V] float32 Gumbel noise of the target's own draws at those absolute positions."""
+        return gumbel(seeds, positions, self.vocab_size, self.device)
+
+    def move(self, slot: int, source: SequenceOf[int], target: SequenceOf[int]) -> None:
+        """Moves the target's K and V between a sequence's logical cells."""
+        assert self.kv is not None
+        self.kv.move("target", self._physical(slot, source), self._physical(slot, target))
+
+    def _physical(self, slot: int, cells: SequenceOf[int]) -> list[int]:
+        size, table = self.page_size, self.page_table[slot]
+        return [int(table[cell // size]) * size + cell % size for cell in cells]
+
+    @torch.inference_mode()
+    def _forward(self, model: Any, group: str, rows: Rows, taps: tuple[int, ...]) -> Output:
+        assert self.kv is not None
+        batch = pack(rows, self.page_table, self.page_size, self.device)
+        self.attention.plan(batch.layout)
+        hidden, features = model.forward(
+            batch.tokens, self.attention, batch.layout, self.kv.layers[group], taps=taps
+        )
+        wanted = hidden if len(rows.outputs) == len(rows) else hidden[batch.outputs]
+        return Output(model.logits(wanted), features)  # [O, V]
