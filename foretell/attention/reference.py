@@ -1,0 +1,88 @@
+"""Attention in plain torch, on any device: the specification that the fast backends are held to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foretell.attention.base import Layout
+
+_ROWS_AT_ONCE = 64
+"""Bounds the gathered keys: [_ROWS_AT_ONCE, most keys of a row, Hkv, D]."""
+
+
+class ReferenceAttention:
+    """Gathers each row's own keys in text order, then softmax. Slow, and obviously right.
+
+    Computes in the dtype of q (float32 or float64). A row without keys (padding) gives zeros.
+    Keys that a row does not see cannot touch it, not even as NaN. Not batch invariant.
+    """
+
+    def plan(self, layout: Layout) -> None:
+        """Lists each row's keys as physical cells, in the order of their place in the text."""
+        size = layout.page_size
+        logical = torch.arange(layout.page_table.shape[1] * size, device=layout.base.device)  # [L]
+        node = logical - layout.base[:, None]  # [R, L] which tree node a logical cell belongs to
+        is_node = (node >= 1) & (node < 64)
+        bit = (layout.ancestors[:, None] >> node.clamp(0, 63)) & 1  # right of bit 63 too: & 1
+        seen = (logical < layout.prefix[:, None]) | (is_node & (bit == 1))  # [R, L]
+        pages = layout.page_table[layout.row_seq.long()][:, logical // size]  # [R, L]
+        physical = pages * size + logical % size
+        assert not (seen & (pages < 0)).any(), "a row sees a cell that has no page"
+        self.count = seen.sum(1)  # [R]
+        order = (~seen).to(torch.uint8).argsort(dim=1, stable=True)  # seen cells first, ascending
+        width = max(1, int(self.count.max())) if len(seen) else 1
+        self.keys = physical.gather(1, order)[:, :width].long()  # [R, K]
+        # A place past a row's last key repeats its first: masked, but safe to multiply by zero.
+        index = torch.arange(self.keys.shape[1], device=self.keys.device)
+        self.keys = torch.where(index < self.count[:, None], self.keys, self.keys[:, :1])
+        self.layout = layout
+
+    def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+        """Stores k, v [R, Hkv, D] in the rows' cells; a row whose cell is negative stores none."""
+        rows = (self.layout.cells >= 0).nonzero()[:, 0]
+        cells = self.layout.cells[rows].long()
+        page, offset = cells // self.layout.page_size, cells % self.layout.page_size
+        k_cache[page, :, offset] = k[rows].to(k_cache.dtype)
+        v_cache[page, :, offset] = v[rows].to(v_cache.dtype)
+
+    def run(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+    ) -> Tensor:
+        """See `Attention.run`; the result has q's dtype."""
+        out = torch.zeros_like(q)
+        for start in range(0, len(q), _ROWS_AT_ONCE):
+            rows = slice(start, start + _ROWS_AT_ONCE)
+            out[rows] = self._rows(q[rows], rows, k_cache, v_cache, scale, window)
+        return out
+
+    def _rows(
+        self,
+        q: Tensor,  # [R, H, D]
+        rows: slice,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        groups = q.shape[1] // k_cache.shape[1]
+        page, offset = self.keys[rows] // self.layout.page_size, self.keys[rows]
+        offset = offset % self.layout.page_size
+        k = k_cache[page, :, offset].to(q.dtype).repeat_interleave(groups, dim=2)  # [R, K, H, D]
+        v = v_cache[page, :, offset].to(q.dtype).repeat_interleave(groups, dim=2)  # [R, K, H, D]
+        index = torch.arange(k.shape[1], device=q.device)
+        seen = index < self.count[rows][:, None]  # [R, K]
+        if window is not None:
+            oldest = self.layout.positions[rows][:, None] - window
+            seen = seen & (index > oldest)
+            v = torch.where(seen[:, :, None, None], v, 0)  # a key outside the window may be NaN
+        scores = torch.einsum("rhd,rkhd->rkh", q, k) * scale
+        scores = scores.masked_fill(~seen[:, :, None], -torch.inf)
+        out = torch.einsum("rkh,rkhd->rhd", scores.softmax(dim=1), v)
+        return torch.where(seen.any(1)[:, None, None], out, 0)
