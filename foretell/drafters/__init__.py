@@ -1,0 +1,64 @@
+"""Schemes, one file each. A scheme is found by its file's name, or anywhere as module:Class."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Any
+
+from foretell.config import SpeculationConfig
+from foretell.spec.drafter import Drafter, DraftRuntime
+
+
+def schemes() -> list[str]:
+    """Names of the schemes that come with the package."""
+    return sorted(module.name.replace("_", "-") for module in pkgutil.iter_modules(__path__))
+
+
+def find(method: str) -> type[Drafter]:
+    """The drafter class behind a name such as ``prompt-lookup``, or ``module:Class``.
+
+    Raises:
+        ValueError: there is none; the message lists the names that exist.
+    """
+    module_name, colon, class_name = method.partition(":")
+    if not colon and method.replace("_", "-") not in schemes():
+        raise ValueError(
+            f"speculation method {method!r} is unknown: choose one of {', '.join(schemes())}, "
+            "or name your own as module:Class"
+        )
+    if not colon:
+        module_name = f"{__name__}.{method.replace('-', '_')}"
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there; something that it imports is not
+        raise ValueError(
+            f"speculation method {method!r}: no module {module_name!r} on the Python path"
+        ) from None
+    own = [value for value in vars(module).values() if _is_drafter(value, module_name)]
+    if colon:
+        own = [value for value in (getattr(module, class_name, None),) if _is_drafter(value)]
+    if len(own) != 1:
+        what = f"no Drafter subclass {class_name!r}" if colon else f"{len(own)} Drafter subclasses"
+        raise ValueError(f"speculation method {method!r}: {what} in {module_name}, one is needed")
+    return own[0]
+
+
+def build(config: SpeculationConfig, runtime: DraftRuntime) -> Drafter:
+    """The drafter that ``config`` names, with its options read.
+
+    Raises:
+        ValueError: unknown scheme or option, or a value that an option does not take.
+    """
+    return find(config.method)(config, runtime)
+
+
+def _is_drafter(value: Any, module: str | None = None) -> bool:
+    return (
+        isinstance(value, type)
+        and issubclass(value, Drafter)
+        and value is not Drafter
+        and (module is None or value.__module__ == module)
+    )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from foretell.sequence import Sequence
+from foretell.spec.options import read_options
 from foretell.spec.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -36,8 +37,6 @@ class Needs:
 
     features: tuple[int, ...] = ()
     """Target layers whose output hidden states `observe` gets; -1 is the final norm's output."""
-    logits: bool = False
-    """Whether `observe` gets the target's logits."""
     kv: KVGroup | None = None
     """Own layers over the shared pages."""
     lookahead: int = 0
@@ -120,7 +119,6 @@ class Commit:
     starts: list[int]  # [B] position of each sequence's first row here
     tokens: list[list[int]]  # [B][T + 1] the T final tokens and the one after them (the new root)
     features: Tensor | None = None  # [sum T, len(needs.features) * H], as declared in Needs
-    logits: Tensor | None = None  # [sum T, V] where Needs.logits asked for them
 
     @property
     def slots(self) -> list[int]:
@@ -147,12 +145,21 @@ class Drafter:
     Args:
         config: the scheme's name, k and its options.
         runtime: the way to the device.
+
+    Raises:
+        ValueError: an option that `Options` lacks, or a value it does not take.
     """
 
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        """The scheme's own options with their defaults; a subclass declares its own."""
+
     needs: Needs = Needs()
+    options: Any
 
     def __init__(self, config: SpeculationConfig, runtime: DraftRuntime) -> None:
         self.config = config
+        self.options = read_options(self.Options, config.options, config.method)
         self.runtime = runtime
 
     def observe(self, commit: Commit) -> None:
