@@ -13,7 +13,6 @@ PHASES = (
     "pack",
     "forward",
     "sample",
-    "verify",
     "commit",
     "observe",
 )
@@ -42,3 +41,8 @@ class Metrics:
             yield
         finally:
             self.phase_seconds[name] += time.perf_counter() - start
+
+    @staticmethod
+    def now() -> float:
+        """Seconds of the clock that all times are taken with."""
+        return time.perf_counter()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from foretell.config import EngineConfig
 from foretell.engine.cache import PageCache
 from foretell.sequence import Sequence
+from foretell.spec.budget import FixedBudget
 
 
 @dataclass
@@ -52,6 +53,7 @@ class Scheduler:
         self.cache = cache
         self.on_leave = on_leave
         self.draft_limit = draft_limit
+        self.budget = FixedBudget()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         """In order of arrival: the last is the youngest."""
@@ -99,15 +101,11 @@ class Scheduler:
         return items
 
     def _give_budgets(self, items: list[Item], spare: int) -> None:
-        wants = [self.draft_limit(item.sequence) for item in items]
-        modest_first = sorted(zip(wants, items, strict=True), key=lambda pair: pair[0])
-        for served, (want, item) in enumerate(modest_first):
-            # Fair shares: what the modest leave goes to the others.
-            item.budget = min(want, spare // (len(items) - served))
-            cells = len(item.sequence.tokens) + item.budget + 1
-            if item.budget and not self.cache.reserve(item.sequence, cells):
-                item.budget = 0  # a draft is never worth a preemption
-            spare -= item.budget
+        limits = [self.draft_limit(item.sequence) for item in items]
+        for item, budget in zip(items, self.budget.share(limits, spare, False), strict=True):
+            # A draft is never worth a preemption.
+            if self.cache.reserve(item.sequence, len(item.sequence.tokens) + budget + 1):
+                item.budget = budget
 
     def _admit(self, spare: int) -> Item | None:
         if not self.waiting or not self._free_slots:

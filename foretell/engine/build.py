@@ -1,0 +1,57 @@
+"""Puts an engine together from a configuration."""
+
+from __future__ import annotations
+
+import torch
+
+from foretell.attention.cpu import CpuAttention
+from foretell.config import EngineConfig
+from foretell.drafters import build as build_drafter
+from foretell.engine.engine import Engine
+from foretell.models.loader import LoadedModel, load
+from foretell.runtime.kv import num_pages_for, page_bytes
+from foretell.runtime.runner import Runtime
+
+
+def build_engine(
+    config: EngineConfig, target: LoadedModel | None = None
+) -> tuple[Engine, LoadedModel]:
+    """Loads the target and the drafter and takes KV memory.
+
+    Args:
+        target: a model that is loaded already; ``config.model`` is then only a name.
+
+    Raises:
+        ValueError: something does not exist, does not fit or does not go together.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    target = target or load(config.model, config.weights)
+    limit = target.config.max_position_embeddings
+    max_model_len = min(config.max_model_len or limit, limit)
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ValueError(
+            f"max_model_len={config.max_model_len}: the model was made for {limit} tokens"
+        )
+    runtime = Runtime(
+        target,
+        CpuAttention(),
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        page_size=config.page_size,
+    )
+    drafter = build_drafter(config.speculation, runtime) if config.speculation else None
+    if drafter is not None:
+        runtime.taps = drafter.needs.features
+    draft_group = drafter.needs.kv if drafter else None
+    groups = [runtime.target_group, *([draft_group] if draft_group else [])]
+    num_pages = num_pages_for(
+        config.kv_memory,
+        page_bytes(groups, config.page_size),
+        config.page_size,
+        config.max_num_seqs,
+        max_model_len,
+    )
+    runtime.allocate(num_pages, draft_group)
+    engine = Engine(config, runtime, drafter, frozenset(target.config.eos_token_ids))
+    return engine, target

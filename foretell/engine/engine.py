@@ -1,0 +1,339 @@
+"""One step of the engine: propose, run, verify, commit, observe. Host control only."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from foretell.config import EngineConfig
+from foretell.engine.admit import check_request
+from foretell.engine.cache import PageCache
+from foretell.engine.choose import Choice, choose, prompt_logprobs
+from foretell.engine.metrics import Metrics
+from foretell.engine.rows import Span, lay_out
+from foretell.engine.scheduler import Item, Scheduler
+from foretell.runtime.runner import Runtime
+from foretell.sequence import FinishReason, SamplingParams, Sequence
+from foretell.spec.budget import limit
+from foretell.spec.drafter import Ask, Commit, Drafter
+from foretell.spec.tree import TokenTree, depths, roots
+
+log = logging.getLogger("foretell")
+
+
+@dataclass(frozen=True)
+class EndTokens:
+    """The model's own end-of-text ids."""
+
+    ids: frozenset[int]
+
+    def for_sequence(self, sequence: Sequence) -> frozenset[int]:
+        """Ids that end this sequence."""
+        own = frozenset[int]() if sequence.params.ignore_eos else self.ids
+        return own | frozenset(sequence.params.stop_token_ids)
+
+
+class Engine:
+    """Steps sequences to their end, many at once, with or without a drafter.
+
+    Args:
+        config: limits and defaults.
+        runtime: target and KV memory, already allocated.
+        drafter: the scheme, or None for plain decoding.
+        eos_token_ids: the model's own end-of-text ids.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runtime: Runtime,
+        drafter: Drafter | None,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        assert runtime.kv is not None
+        self.config = config
+        self.runtime = runtime
+        self.drafter = drafter
+        self.ends = EndTokens(eos_token_ids)
+        self.metrics = Metrics()
+        self.cache = PageCache(
+            runtime.kv.num_pages,
+            config.page_size,
+            prefix_caching=config.prefix_caching,
+            lookahead=drafter.needs.lookahead if drafter else 0,
+        )
+        self.scheduler = Scheduler(config, self.cache, self._forget, self._draft_limit)
+        self._added: deque[Sequence] = deque()
+        self._aborted: deque[str] = deque()
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence. Safe from any thread."""
+        self._added.append(sequence)
+
+    def admit(self, ids: list[int], params: SamplingParams) -> None:
+        """Refuses what could never be served, before anything is queued.
+
+        Raises:
+            ValueError: the prompt or a parameter, with the numbers.
+        """
+        check_request(
+            ids,
+            params,
+            vocab_size=self.runtime.vocab_size,
+            max_model_len=self.runtime.max_model_len,
+            end_ids=self.ends.ids,
+        )
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request's sequences before the next step. Safe from any thread."""
+        self._aborted.append(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(
+            self._added or self._aborted or self.scheduler.waiting or self.scheduler.running
+        )
+
+    def step(self) -> list[Sequence]:
+        """One target pass.
+
+        Returns:
+            Sequences with new tokens or an end.
+        """
+        phase = self.metrics.phase
+        with phase("schedule"):
+            news = self.drain()
+            items = self.scheduler.schedule()
+            for item in items:
+                self.runtime.set_pages(item.sequence.slot, item.sequence.pages)
+        if not items:
+            return news
+        with phase("propose"):
+            tree = self._propose(items)
+        with phase("pack"):
+            rows, spans = lay_out(items, tree, self._wants_prompt)
+        with phase("forward"):
+            output = self.runtime.forward_target(rows)
+        with phase("sample"):
+            choice = choose(self._verification, items, spans, tree, output.logits, self.ends)
+        with phase("commit"):
+            starts = [item.sequence.num_computed for item in items]
+            for i, (item, span) in enumerate(zip(items, spans, strict=True)):
+                prompt_logprobs(item, span, output.logits)
+                if item.reaches_end:
+                    self._commit(item, tree, i, choice)
+                    news.append(item.sequence)
+                else:
+                    item.sequence.num_computed += item.num_run
+        with phase("observe"):
+            self._observe(items, spans, starts, choice, output.features)
+            self._retire(items)
+        self.metrics.num_steps += 1
+        self.metrics.num_rows += len(rows)
+        return news
+
+    # ---- stops of a step, in order
+
+    def drain(self) -> list[Sequence]:
+        """Takes in new sequences and ends aborted ones, which it returns."""
+        while self._added:
+            self.scheduler.add(self._added.popleft())
+        ended: list[Sequence] = []
+        while self._aborted:
+            request_id = self._aborted.popleft()
+            for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
+                if sequence.request_id == request_id:
+                    self._finish(sequence, FinishReason.ABORT)
+                    self.scheduler.remove(sequence)
+                    ended.append(sequence)
+        return ended
+
+    def _draft_limit(self, sequence: Sequence) -> int:
+        """Draft nodes that may be asked for now; every drafted token could still be emitted."""
+        if self.drafter is None or not sequence.speculate or not self.config.speculation:
+            return 0
+        needs, length = self.drafter.needs, len(sequence.tokens)
+        room = self.runtime.max_model_len - length
+        if needs.max_positions is not None:
+            room = min(room, needs.max_positions - length)
+        left = self._tokens_left(sequence)
+        return limit(self.config.speculation.k, needs.max_nodes, room, left)
+
+    def _tokens_left(self, sequence: Sequence) -> int:
+        room = self.runtime.max_model_len - len(sequence.tokens)
+        if sequence.params.max_tokens is None:
+            return room
+        return min(room, sequence.params.max_tokens - sequence.num_output)
+
+    @property
+    def _verification(self) -> str:
+        return self.config.speculation.verification if self.config.speculation else "coupled"
+
+    def _propose(self, items: list[Item]) -> TokenTree:
+        """Trees for all items. A drafter's mistake costs its drafts, never the text."""
+        plain = roots([item.sequence.tokens[-1] for item in items])
+        if self.drafter is None or not any(item.budget for item in items):
+            return plain
+        ask = Ask(
+            [item.sequence for item in items],
+            [item.budget for item in items],
+            sample=self._verification in ("rejection", "block"),
+        )
+        try:
+            tree = self.drafter.propose(ask)
+            sizes = tree.sizes.tolist()
+            tree.check(self.runtime.vocab_size)
+            assert len(sizes) == len(items), "one tree for each sequence"
+            assert tree.tokens[:, 0].tolist() == ask.roots, "node 0 is the root"
+            within = [size - 1 <= item.budget for size, item in zip(sizes, items, strict=True)]
+            assert all(within), "more nodes than the budget"
+        except Exception as error:  # noqa: BLE001 - whatever a scheme may raise
+            self._drafter_failed("propose", error)
+            return plain
+        return tree
+
+    def _commit(self, item: Item, tree: TokenTree, i: int, choice: Choice) -> None:
+        """Appends what was accepted, one token at a time; what follows the first end never was."""
+        sequence, outcome = item.sequence, choice.outcomes[i]
+        start = sequence.num_computed + item.num_run
+        if outcome.next_token < 0:
+            self._finish(sequence, FinishReason.ERROR, choice.errors[i])
+            return
+        tokens, parents = tree.tokens[i].tolist(), tree.parents[i, : int(tree.sizes[i])].tolist()
+        new = [tokens[node] for node in outcome.path] + [outcome.next_token]
+        ends = self.ends.for_sequence(sequence)
+        count = 0
+        for count, token in enumerate(new, start=1):
+            sequence.tokens.append(token)
+            sequence.from_draft.append(count <= len(outcome.path))
+            if sequence.params.logprobs is not None:
+                sequence.logprobs.append(choice.logprob(i, count - 1, token))
+            if reason := self._end(sequence, token, ends):
+                self._finish(sequence, reason)
+                break
+        final = min(len(outcome.path), len(sequence.tokens) - 1 - start)
+        sequence.num_computed = start + final
+        moved = [(node, at) for at, node in enumerate(outcome.path[:final], 1) if node != at]
+        if moved:
+            root = start - 1
+            self.runtime.move(
+                sequence.slot, [root + node for node, _ in moved], [root + at for _, at in moved]
+            )
+        self._count(sequence, depths(parents), min(count, len(outcome.path)), count)
+
+    def _end(self, sequence: Sequence, token: int, ends: frozenset[int]) -> FinishReason | None:
+        if token in ends:
+            return FinishReason.STOP
+        if sequence.detokenizer and sequence.detokenizer.push(token):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self._tokens_left(sequence) <= 0 else None
+
+    def _count(self, sequence: Sequence, depth: list[int], accepted: int, emitted: int) -> None:
+        """Statistics. Drafts behind an end were never checked, so they are not counted."""
+        stats, now = sequence.stats, self.metrics.now()
+        checked = [d for d in depth[1:] if d <= emitted]
+        reached = max(checked, default=0)
+        stats.drafted += len(checked)
+        stats.accepted += accepted
+        for counts, number in (
+            (stats.drafted_by_position, reached),
+            (stats.accepted_by_position, accepted),
+        ):
+            counts.extend([0] * (reached - len(counts)))
+            for position in range(number):
+                counts[position] += 1
+        stats.num_passes += 1
+        stats.num_tokens += emitted
+        stats.first_token = stats.first_token or now
+        stats.last_token = now
+        stats.token_times.extend([now] * emitted)
+        self.metrics.drafted += len(checked)
+        self.metrics.accepted += accepted
+        self.metrics.emitted += emitted
+
+    def _observe(
+        self,
+        items: list[Item],
+        spans: list[Span],
+        starts: list[int],
+        choice: Choice,
+        features: torch.Tensor | None,
+    ) -> None:
+        """Shows the drafter every row that became final, finished sequences included: their pages
+        may serve others."""
+        if self.drafter is None:
+            return
+        seen = [
+            i
+            for i, item in enumerate(items)
+            if item.sequence.speculate and item.sequence.finish_reason != FinishReason.ERROR
+        ]
+        if not seen:
+            return
+        final: list[int] = []
+        for i in seen:
+            accepted = items[i].sequence.num_computed - starts[i] - items[i].num_run
+            final.extend(range(spans[i].row, spans[i].row + items[i].num_run))
+            if accepted:
+                root = spans[i].row + items[i].num_run - 1
+                final.extend(root + node for node in choice.outcomes[i].path[:accepted])
+        commit = Commit(
+            [items[i].sequence for i in seen],
+            [starts[i] for i in seen],
+            [
+                items[i].sequence.tokens[starts[i] : items[i].sequence.num_computed + 1]
+                for i in seen
+            ],
+            None if features is None else features[final],  # [sum T, F]
+        )
+        try:
+            self.drafter.observe(commit)
+        except Exception as error:  # noqa: BLE001 - whatever a scheme may raise
+            self._drafter_failed("observe", error)
+            for sequence in commit.sequences:  # out of sync for good: go on without drafts
+                sequence.speculate = False
+
+    def _retire(self, items: list[Item]) -> None:
+        """Shares finished pages, gives scratch back, and lets ended sequences go."""
+        for item in items:
+            sequence = item.sequence
+            watched = self.drafter is None or self.drafter.needs.kv is None or sequence.speculate
+            if watched and sequence.finish_reason != FinishReason.ERROR:
+                self.cache.publish(sequence)
+            if sequence.finished:
+                self.scheduler.remove(sequence)
+            else:
+                self.cache.trim(sequence, len(sequence.tokens))
+
+    # ---- ends and mistakes
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+        sequence.finish_reason, sequence.error = reason, error
+        if sequence.detokenizer:
+            sequence.detokenizer.finish()
+        self.metrics.num_finished += 1
+        self.metrics.num_failed += reason == FinishReason.ERROR
+
+    def _forget(self, slots: list[int]) -> None:
+        if self.drafter is not None:
+            self.drafter.forget(slots)
+
+    def _drafter_failed(self, where: str, error: Exception) -> None:
+        self.metrics.drafter_errors += 1
+        self.metrics.last_drafter_error = f"{where}: {type(error).__name__}: {error}"
+        if self.metrics.drafter_errors == 1:
+            log.warning("the drafter failed and its drafts are dropped (%s)", error, exc_info=True)
+
+    @staticmethod
+    def _wants_prompt(sequence: Sequence) -> int | None:
+        """First position whose row must give prompt log-probabilities, None for no such row."""
+        if sequence.params.prompt_logprobs is None:
+            return None
+        return max(len(sequence.prompt_logprobs) - 1, 0)
+
+    def check(self) -> None:
+        """Asserts every invariant of host state; tests and idle loops call it."""
+        self.scheduler.check()

@@ -1,0 +1,320 @@
+"""The front door: a model by name, text in, text out."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from foretell.config import EngineConfig, SpeculationConfig
+from foretell.engine.detokenize import Detokenizer
+from foretell.engine.engine import Engine
+from foretell.progress import progress_bar
+from foretell.sequence import FinishReason, Logprob, SamplingParams, Sequence, Stats
+
+Prompt = str | SequenceOf[int]
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One answer."""
+
+    request_id: str
+    index: int
+    """Which of the request's n answers."""
+    prompt_token_ids: list[int]
+    text: str
+    token_ids: list[int]
+    logprobs: list[Logprob] | None
+    prompt_logprobs: list[Logprob | None] | None
+    finish_reason: FinishReason
+    from_draft: list[bool]
+    """For each token: was it the draft's guess?"""
+    stats: Stats
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one step added to an answer; `result` comes with the last one."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: list[int]
+    from_draft: list[bool]
+    result: Result | None = None
+
+
+class LLM:
+    """A target model, with or without a drafter, ready to answer.
+
+    Args:
+        model: a short name (``smollm2``), a hub name (``org/model``), a directory or a .gguf file.
+        speculation: None, a `SpeculationConfig`, or its short form such as ``prompt-lookup:k=8``.
+        weights: ``int8``, ``bf16``, ``f32`` or ``int4``.
+        options: any other field of `EngineConfig`.
+
+    Raises:
+        ValueError: something is wrong with the model or an option; the message says what to do.
+    """
+
+    def __init__(
+        self,
+        model: str = EngineConfig.model,
+        *,
+        speculation: SpeculationConfig | str | None = None,
+        weights: str = EngineConfig.weights,
+        **options: Any,
+    ) -> None:
+        from foretell.engine.build import build_engine
+
+        if isinstance(speculation, str):
+            speculation = SpeculationConfig.parse(speculation)
+        unknown = set(options) - set(EngineConfig.__dataclass_fields__)
+        if unknown:
+            raise ValueError(
+                f"unknown option {sorted(unknown)[0]!r}; options are "
+                + ", ".join(EngineConfig.__dataclass_fields__)
+            )
+        self.config = EngineConfig(
+            model=str(model),
+            speculation=speculation,
+            weights=weights,  # type: ignore[arg-type]
+            **options,
+        )
+        self.engine, self.target = build_engine(self.config)
+        self.tokenizer = self.target.tokenizer
+        self._lock = threading.Lock()
+        self._ids = itertools.count()
+
+    # ---- asking
+
+    def generate(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        *,
+        speculate: bool = True,
+        progress: bool = False,
+    ) -> list[Result]:
+        """Answers prompts, as text or token ids, all at once.
+
+        Args:
+            prompts: one or many.
+            params: one for all, or one for each prompt.
+            speculate: False decodes plainly, whatever the engine's scheme.
+            progress: show a bar on the terminal if it takes over two seconds.
+
+        Returns:
+            Answers in the order of the prompts, n for each.
+
+        Raises:
+            ValueError: a prompt or parameter cannot be served; nothing was started.
+        """
+        many = _as_prompts(prompts)
+        each = _each(params, len(many))
+        sequences = [
+            sequence
+            for prompt, own in zip(many, each, strict=True)
+            for sequence in self._sequences(self._encode(prompt), own, speculate)
+        ]
+        return self._run(sequences, progress)
+
+    def chat(
+        self,
+        messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]],
+        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        *,
+        speculate: bool = True,
+        progress: bool = False,
+    ) -> list[Result]:
+        """Answers one conversation or many, through the model's chat template.
+
+        Args:
+            messages: ``{"role": ..., "content": ...}`` in order, or a list of such lists.
+        """
+        if not messages:
+            raise ValueError("messages is empty: give at least one user message")
+        conversations: Any = [messages] if isinstance(messages[0], dict) else messages
+        prompts = [self.chat_prompt(conversation) for conversation in conversations]
+        return self.generate(prompts, params, speculate=speculate, progress=progress)
+
+    def stream(
+        self,
+        prompt: Prompt | SequenceOf[Message],
+        params: SamplingParams | None = None,
+        *,
+        speculate: bool = True,
+        request_id: str | None = None,
+    ) -> Iterator[Delta]:
+        """Answers one prompt or conversation and yields text as it comes.
+
+        Leaving the iterator early aborts the request and frees its pages.
+        """
+        ids = self._encode(prompt) if _is_prompt(prompt) else self.chat_prompt(prompt)  # type: ignore[arg-type]
+        sequences = self._sequences(ids, params or SamplingParams(), speculate, request_id)
+        return self._stream(sequences)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request before the next step. Safe from any thread."""
+        self.engine.abort(request_id)
+
+    def close(self) -> None:
+        """Drops what is in flight."""
+        with self._lock:
+            for sequence in [*self.engine.scheduler.running, *self.engine.scheduler.waiting]:
+                self.engine.abort(sequence.request_id)
+            if self.engine.has_work:
+                self.engine.step()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def chat_prompt(self, messages: SequenceOf[Message]) -> list[int]:
+        """Token ids of a conversation, up to where the answer begins."""
+        if self.tokenizer is None:
+            raise ValueError("this model comes without a tokenizer: use generate with token ids")
+        return self.tokenizer.apply_chat_template(list(messages))
+
+    # ---- inside
+
+    def _encode(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("this model comes without a tokenizer: give token ids")
+            return self.tokenizer.encode(prompt)
+        return [int(token) for token in prompt]
+
+    def _sequences(
+        self, ids: list[int], params: SamplingParams, speculate: bool, request_id: str | None = None
+    ) -> list[Sequence]:
+        """The n sequences of one request, checked but not queued."""
+        self.engine.admit(ids, params)
+        request_id = request_id or f"request-{next(self._ids)}"
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        out: list[Sequence] = []
+        for index in range(params.n):
+            sequence = Sequence(
+                request_id=request_id,
+                tokens=list(ids),
+                params=params,
+                # Odd constant of a golden-ratio sequence: answers of one request never share noise.
+                seed=(seed + index * 0x9E3779B97F4A7C15) % 2**64,
+                index=index,
+                speculate=speculate,
+            )
+            if self.tokenizer is not None:
+                sequence.detokenizer = Detokenizer(
+                    self.tokenizer, ids, params.stop, params.min_tokens
+                )
+            elif params.stop:
+                raise ValueError("stop strings need a tokenizer: use stop_token_ids")
+            out.append(sequence)
+        return out
+
+    def _run(self, sequences: list[Sequence], progress: bool) -> list[Result]:
+        try:
+            for sequence in sequences:
+                self.engine.add(sequence)
+            with progress_bar("answers", len(sequences), shown=progress) as advance:
+                done = 0
+                while done < len(sequences):
+                    self._step()
+                    now = sum(sequence.finished for sequence in sequences)
+                    advance(now - done)
+                    done = now
+        finally:
+            self._abort_unfinished(sequences)
+        return [self._result(sequence) for sequence in sequences]
+
+    def _stream(self, sequences: list[Sequence]) -> Iterator[Delta]:
+        shown = [(0, 0)] * len(sequences)
+        ended = [False] * len(sequences)
+        try:
+            for sequence in sequences:
+                self.engine.add(sequence)
+            while not all(ended):
+                self._step()
+                for i, sequence in enumerate(sequences):
+                    if ended[i]:
+                        continue
+                    detokenizer = sequence.detokenizer
+                    text = detokenizer.text[: detokenizer.certain] if detokenizer else ""
+                    delta = Delta(
+                        sequence.request_id,
+                        sequence.index,
+                        text[shown[i][0] :],
+                        sequence.output[shown[i][1] :],
+                        sequence.from_draft[shown[i][1] :],
+                        self._result(sequence) if sequence.finished else None,
+                    )
+                    shown[i] = (max(shown[i][0], len(text)), sequence.num_output)
+                    ended[i] = sequence.finished
+                    if delta.text or delta.token_ids or delta.result:
+                        yield delta
+        finally:
+            self._abort_unfinished(sequences)
+
+    def _step(self) -> None:
+        with self._lock, torch.inference_mode():
+            self.engine.step()
+
+    def _abort_unfinished(self, sequences: list[Sequence]) -> None:
+        left = {s.request_id for s in sequences if not s.finished}
+        for request_id in left:
+            self.engine.abort(request_id)
+        if left:
+            with self._lock:
+                self.engine.drain()
+
+    def _result(self, sequence: Sequence) -> Result:
+        assert sequence.finish_reason is not None
+        params = sequence.params
+        return Result(
+            request_id=sequence.request_id,
+            index=sequence.index,
+            prompt_token_ids=sequence.tokens[: sequence.num_prompt],
+            text=sequence.detokenizer.text if sequence.detokenizer else "",
+            token_ids=sequence.output,
+            logprobs=sequence.logprobs if params.logprobs is not None else None,
+            prompt_logprobs=(
+                sequence.prompt_logprobs if params.prompt_logprobs is not None else None
+            ),
+            finish_reason=sequence.finish_reason,
+            from_draft=list(sequence.from_draft),
+            stats=replace(sequence.stats),
+            error=sequence.error,
+        )
+
+
+def _is_prompt(prompt: Any) -> bool:
+    return isinstance(prompt, str) or not prompt or not isinstance(prompt[0], dict)
+
+
+def _as_prompts(prompts: Any) -> list[Any]:
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+        return [prompts]
+    return list(prompts)
+
+
+def _each(
+    params: SamplingParams | SequenceOf[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise ValueError(f"{len(params)} sampling parameters for {count} prompts: give one or all")
+    return list(params)
