@@ -170,7 +170,10 @@ class LLM:
     def close(self) -> None:
         """Drops what is in flight."""
         with self._lock:
-            for sequence in [*self.engine.scheduler.running, *self.engine.scheduler.waiting]:
+            for sequence in [
+                *self.engine.scheduler.running,
+                *self.engine.scheduler.waiting,
+            ]:
                 self.engine.abort(sequence.request_id)
             if self.engine.has_work:
                 self.engine.step()
@@ -197,7 +200,11 @@ class LLM:
         return [int(token) for token in prompt]
 
     def _sequences(
-        self, ids: list[int], params: SamplingParams, speculate: bool, request_id: str | None = None
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        speculate: bool,
+        request_id: str | None = None,
     ) -> list[Sequence]:
         """The n sequences of one request, checked but not queued."""
         self.engine.admit(ids, params)

@@ -79,30 +79,58 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         checks: list[tuple[str, bool, str]] = [
-            ("temperature", 0 <= self.temperature < float("inf"), "a number from 0 (greedy) up"),
+            (
+                "temperature",
+                0 <= self.temperature < float("inf"),
+                "a number from 0 (greedy) up",
+            ),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
             ("min_p", 0 <= self.min_p <= 1, "from 0 (off) to 1"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "from -2 to 2"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "from -2 to 2"),
-            ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "above 0 (1 is off)"),
+            (
+                "repetition_penalty",
+                0 < self.repetition_penalty < float("inf"),
+                "above 0 (1 is off)",
+            ),
             ("min_tokens", self.min_tokens >= 0, "0 or more"),
-            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "1 or more, or None"),
+            (
+                "max_tokens",
+                self.max_tokens is None or self.max_tokens >= 1,
+                "1 or more, or None",
+            ),
             (
                 "min_tokens",
                 self.max_tokens is None or self.min_tokens <= self.max_tokens,
                 "at most max_tokens",
             ),
-            ("logprobs", self.logprobs is None or self.logprobs >= 0, "0 or more, or None"),
+            (
+                "logprobs",
+                self.logprobs is None or self.logprobs >= 0,
+                "0 or more, or None",
+            ),
             (
                 "prompt_logprobs",
                 self.prompt_logprobs is None or self.prompt_logprobs >= 0,
                 "0 or more, or None",
             ),
             ("n", self.n >= 1, "1 or more"),
-            ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
-            ("allowed_token_ids", self.allowed_token_ids != (), "at least one token id, or None"),
-            ("seed", self.seed is None or -(2**63) <= self.seed < 2**64, "a 64-bit integer or None"),
+            (
+                "stop",
+                all(isinstance(s, str) and s for s in self.stop),
+                "non-empty strings",
+            ),
+            (
+                "allowed_token_ids",
+                self.allowed_token_ids != (),
+                "at least one token id, or None",
+            ),
+            (
+                "seed",
+                self.seed is None or -(2**63) <= self.seed < 2**64,
+                "a 64-bit integer or None",
+            ),
             (
                 "logit_bias",
                 all(abs(b) <= 1e6 for b in (self.logit_bias or {}).values()),
@@ -205,9 +233,9 @@ class Sequence:
     from_draft: list[bool] = field(default_factory=list[bool])
     """For each answer token: was it the draft's guess?"""
     stats: Stats = field(default_factory=Stats)
-    text: str = ""
-    """Text that is certain and may be streamed."""
     detokenizer: Any = None
+    shape: Any = None
+    """How its logits are shaped; made by the engine at the first draw."""
     speculate: bool = True
     """False: no drafts, and the drafter does not even watch."""
     num_hashed_pages: int = 0

@@ -24,7 +24,12 @@ class PageCache:
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, *, prefix_caching: bool = True, lookahead: int = 0
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        prefix_caching: bool = True,
+        lookahead: int = 0,
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size

@@ -79,9 +79,7 @@ class Detokenizer:
             return
         # The match that ends first is the one that tokens coming singly would have met first.
         ends = [
-            (at + len(stop), at)
-            for stop in self.stop
-            if (at := self.text.find(stop, start)) >= 0
+            (at + len(stop), at) for stop in self.stop if (at := self.text.find(stop, start)) >= 0
         ]
         if ends:
             self.text = self.text[: min(ends)[1]]

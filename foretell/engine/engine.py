@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import dataclass
 
 import torch
 
-from foretell.config import EngineConfig
+from foretell.config import EngineConfig, Verification
 from foretell.engine.admit import check_request
 from foretell.engine.cache import PageCache
-from foretell.engine.choose import Choice, choose, prompt_logprobs
+from foretell.engine.choose import Choice, choose, prompt_logprobs, shape_of
 from foretell.engine.metrics import Metrics
 from foretell.engine.rows import Span, lay_out
 from foretell.engine.scheduler import Item, Scheduler
@@ -22,18 +21,6 @@ from foretell.spec.drafter import Ask, Commit, Drafter
 from foretell.spec.tree import TokenTree, depths, roots
 
 log = logging.getLogger("foretell")
-
-
-@dataclass(frozen=True)
-class EndTokens:
-    """The model's own end-of-text ids."""
-
-    ids: frozenset[int]
-
-    def for_sequence(self, sequence: Sequence) -> frozenset[int]:
-        """Ids that end this sequence."""
-        own = frozenset[int]() if sequence.params.ignore_eos else self.ids
-        return own | frozenset(sequence.params.stop_token_ids)
 
 
 class Engine:
@@ -57,7 +44,11 @@ class Engine:
         self.config = config
         self.runtime = runtime
         self.drafter = drafter
-        self.ends = EndTokens(eos_token_ids)
+        self.end_ids = eos_token_ids
+        speculation = config.speculation
+        self.k = speculation.k if speculation else 0
+        self.rule: Verification = speculation.verification if speculation else "coupled"
+        self.threshold = speculation.threshold if speculation else 1.0
         self.metrics = Metrics()
         self.cache = PageCache(
             runtime.kv.num_pages,
@@ -84,7 +75,7 @@ class Engine:
             params,
             vocab_size=self.runtime.vocab_size,
             max_model_len=self.runtime.max_model_len,
-            end_ids=self.ends.ids,
+            end_ids=self.end_ids,
         )
 
     def abort(self, request_id: str) -> None:
@@ -118,7 +109,15 @@ class Engine:
         with phase("forward"):
             output = self.runtime.forward_target(rows)
         with phase("sample"):
-            choice = choose(self._verification, items, spans, tree, output.logits, self.ends)
+            choice = choose(
+                self.rule,
+                items,
+                spans,
+                tree,
+                output.logits,
+                self.end_ids,
+                self.threshold,
+            )
         with phase("commit"):
             starts = [item.sequence.num_computed for item in items]
             for i, (item, span) in enumerate(zip(items, spans, strict=True)):
@@ -153,24 +152,20 @@ class Engine:
 
     def _draft_limit(self, sequence: Sequence) -> int:
         """Draft nodes that may be asked for now; every drafted token could still be emitted."""
-        if self.drafter is None or not sequence.speculate or not self.config.speculation:
+        if self.drafter is None or not sequence.speculate:
             return 0
         needs, length = self.drafter.needs, len(sequence.tokens)
         room = self.runtime.max_model_len - length
         if needs.max_positions is not None:
             room = min(room, needs.max_positions - length)
         left = self._tokens_left(sequence)
-        return limit(self.config.speculation.k, needs.max_nodes, room, left)
+        return limit(self.k, needs.max_nodes, room, left)
 
     def _tokens_left(self, sequence: Sequence) -> int:
         room = self.runtime.max_model_len - len(sequence.tokens)
         if sequence.params.max_tokens is None:
             return room
         return min(room, sequence.params.max_tokens - sequence.num_output)
-
-    @property
-    def _verification(self) -> str:
-        return self.config.speculation.verification if self.config.speculation else "coupled"
 
     def _propose(self, items: list[Item]) -> TokenTree:
         """Trees for all items. A drafter's mistake costs its drafts, never the text."""
@@ -180,7 +175,7 @@ class Engine:
         ask = Ask(
             [item.sequence for item in items],
             [item.budget for item in items],
-            sample=self._verification in ("rejection", "block"),
+            sample=self.rule in ("rejection", "block"),
         )
         try:
             tree = self.drafter.propose(ask)
@@ -198,34 +193,41 @@ class Engine:
     def _commit(self, item: Item, tree: TokenTree, i: int, choice: Choice) -> None:
         """Appends what was accepted, one token at a time; what follows the first end never was."""
         sequence, outcome = item.sequence, choice.outcomes[i]
+        assert outcome is not None
         start = sequence.num_computed + item.num_run
-        if outcome.next_token < 0:
+        if outcome.failed:
             self._finish(sequence, FinishReason.ERROR, choice.errors[i])
             return
-        tokens, parents = tree.tokens[i].tolist(), tree.parents[i, : int(tree.sizes[i])].tolist()
+        tokens, parents = (
+            tree.tokens[i].tolist(),
+            tree.parents[i, : int(tree.sizes[i])].tolist(),
+        )
         new = [tokens[node] for node in outcome.path] + [outcome.next_token]
-        ends = self.ends.for_sequence(sequence)
+        shape = shape_of(sequence, self.end_ids)
         count = 0
         for count, token in enumerate(new, start=1):
             sequence.tokens.append(token)
             sequence.from_draft.append(count <= len(outcome.path))
-            if sequence.params.logprobs is not None:
-                sequence.logprobs.append(choice.logprob(i, count - 1, token))
-            if reason := self._end(sequence, token, ends):
+            if (top := sequence.params.logprobs) is not None:
+                sequence.logprobs.append(choice.logprob(i, count - 1, token, top))
+            if reason := self._end(sequence, token, shape.stop_ids):
                 self._finish(sequence, reason)
                 break
+        shape.history.extend(new[:count])
         final = min(len(outcome.path), len(sequence.tokens) - 1 - start)
         sequence.num_computed = start + final
         moved = [(node, at) for at, node in enumerate(outcome.path[:final], 1) if node != at]
         if moved:
             root = start - 1
             self.runtime.move(
-                sequence.slot, [root + node for node, _ in moved], [root + at for _, at in moved]
+                sequence.slot,
+                [root + node for node, _ in moved],
+                [root + at for _, at in moved],
             )
         self._count(sequence, depths(parents), min(count, len(outcome.path)), count)
 
-    def _end(self, sequence: Sequence, token: int, ends: frozenset[int]) -> FinishReason | None:
-        if token in ends:
+    def _end(self, sequence: Sequence, token: int, ends: tuple[int, ...]) -> FinishReason | None:
+        if token in ends:  # its text is not part of the answer
             return FinishReason.STOP
         if sequence.detokenizer and sequence.detokenizer.push(token):
             return FinishReason.STOP
@@ -278,8 +280,9 @@ class Engine:
             accepted = items[i].sequence.num_computed - starts[i] - items[i].num_run
             final.extend(range(spans[i].row, spans[i].row + items[i].num_run))
             if accepted:
-                root = spans[i].row + items[i].num_run - 1
-                final.extend(root + node for node in choice.outcomes[i].path[:accepted])
+                root, outcome = spans[i].row + items[i].num_run - 1, choice.outcomes[i]
+                assert outcome is not None
+                final.extend(root + node for node in outcome.path[:accepted])
         commit = Commit(
             [items[i].sequence for i in seen],
             [starts[i] for i in seen],
@@ -325,7 +328,11 @@ class Engine:
         self.metrics.drafter_errors += 1
         self.metrics.last_drafter_error = f"{where}: {type(error).__name__}: {error}"
         if self.metrics.drafter_errors == 1:
-            log.warning("the drafter failed and its drafts are dropped (%s)", error, exc_info=True)
+            log.warning(
+                "the drafter failed and its drafts are dropped (%s)",
+                error,
+                exc_info=True,
+            )
 
     @staticmethod
     def _wants_prompt(sequence: Sequence) -> int | None:

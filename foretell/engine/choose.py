@@ -1,0 +1,139 @@
+"""From logits to outcomes: shape each node's row, draw the target's token there, verify."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foretell.config import Verification
+from foretell.engine.rows import Span
+from foretell.engine.scheduler import Item
+from foretell.runtime.sampling import (
+    History,
+    Shape,
+    ShapeRow,
+    draw,
+    law,
+    log_probs,
+    reason,
+    shape_logits,
+    tree_rows,
+)
+from foretell.sequence import Logprob, Sequence
+from foretell.spec.noise import uniform
+from foretell.spec.tree import TokenTree, depths
+from foretell.spec.verify import Outcome, verify
+
+COINS = 1
+"""Noise stream of the coins that decide about drafts; stream 0 is the draw of tokens itself."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the target said about a step's trees."""
+
+    outcomes: list[Outcome | None]  # one an item, None where the run does not reach the end
+    errors: dict[int, str]  # by item, where no token can be drawn
+    logits: Tensor  # [O, V] float32, as the model gave them
+    spans: list[Span]
+
+    def logprob(self, i: int, step: int, token: int, top: int) -> Logprob:
+        """Of the token that item i got at its ``step``-th place: the row of the node before it."""
+        outcome = self.outcomes[i]
+        assert outcome is not None
+        row = self.spans[i].output + [0, *outcome.path][step]
+        return log_probs(self.logits[row : row + 1], [token], [top])[0]
+
+
+def choose(
+    rule: Verification,
+    items: list[Item],
+    spans: list[Span],
+    tree: TokenTree,
+    logits: Tensor,
+    end_ids: frozenset[int],
+    threshold: float,
+) -> Choice:
+    """Draws and verifies.
+
+    Args:
+        tree: one tree for each item.
+        logits: [O, V] float32, rows as the spans say.
+        end_ids: the model's own end-of-text ids.
+        threshold: of the lossy rules.
+    """
+    reached = [i for i, item in enumerate(items) if item.reaches_end]
+    rows: list[ShapeRow] = []
+    picked: list[int] = []
+    starts: list[int] = []
+    greedy: list[bool] = []
+    seeds: list[int] = []
+    positions: list[int] = []
+    for i in reached:
+        sequence, size = items[i].sequence, spans[i].num_nodes
+        starts.append(len(rows))
+        parents = tree.parents[i, :size].tolist()
+        rows.extend(tree_rows(shape_of(sequence, end_ids), tree.tokens[i, :size].tolist(), parents))
+        picked.extend(range(spans[i].output, spans[i].output + size))
+        greedy.extend([sequence.params.greedy] * size)
+        seeds.extend([sequence.seed] * size)
+        positions.extend(len(sequence.tokens) + depth for depth in depths(parents))
+    if not reached:
+        return Choice([None] * len(items), {}, logits, spans)
+
+    shaped = shape_logits(logits if len(picked) == len(logits) else logits[picked], rows)  # [R, V]
+    ours = TokenTree(
+        tree.tokens[reached],
+        tree.parents[reached],
+        tree.sizes[reached],
+        None if tree.probs is None else tree.probs[reached],
+    )
+    span = [slice(at, at + spans[i].num_nodes) for at, i in zip(starts, reached, strict=True)]
+    choices = p = coins = None
+    if rule in ("coupled", "typical", "threshold"):
+        drawn = draw(shaped, greedy, seeds, positions).tolist()
+        choices = [drawn[part] for part in span]
+    if rule != "coupled":
+        laws = law(shaped, rows)  # [R, V]
+        p = [laws[part] for part in span]
+    if rule in ("rejection", "block"):
+        width = tree.tokens.shape[1]
+        roots = [len(items[i].sequence.tokens) - 1 for i in reached]
+        keys = [items[i].sequence.seed for i in reached]
+        coins = uniform(keys, roots, COINS, width).tolist()  # one verification a root position
+    found = verify(rule, ours, choices=choices, p=p, coins=coins, threshold=threshold)
+
+    outcomes: list[Outcome | None] = [None] * len(items)
+    errors: dict[int, str] = {}
+    for at, i, outcome in zip(starts, reached, found, strict=True):
+        outcomes[i] = outcome
+        if outcome.failed:
+            errors[i] = reason(shaped[at + (outcome.path[-1] if outcome.path else 0)])
+    return Choice(outcomes, errors, logits, spans)
+
+
+def shape_of(sequence: Sequence, end_ids: frozenset[int]) -> Shape:
+    """A sequence's shape, made at its first draw."""
+    if sequence.shape is None:
+        ends = frozenset[int]() if sequence.params.ignore_eos else end_ids
+        sequence.shape = Shape(
+            sequence.params,
+            History(sequence.tokens[: sequence.num_prompt], sequence.output),
+            tuple(ends | frozenset(sequence.params.stop_token_ids)),
+        )
+    return sequence.shape
+
+
+def prompt_logprobs(item: Item, span: Span, logits: Tensor) -> None:
+    """Adds the log-probabilities of the prompt tokens that this step's rows speak about."""
+    sequence, top = item.sequence, item.sequence.params.prompt_logprobs
+    if top is None:
+        return
+    if not sequence.prompt_logprobs:
+        sequence.prompt_logprobs.append(None)  # nothing comes before the first token
+    if span.prompt_outputs:
+        rows = torch.tensor([output for output, _ in span.prompt_outputs])
+        tokens = [sequence.tokens[position + 1] for _, position in span.prompt_outputs]
+        sequence.prompt_logprobs.extend(log_probs(logits[rows], tokens, [top] * len(tokens)))
