@@ -27,7 +27,7 @@ class ReferenceAttention:
         bit = (layout.ancestors[:, None] >> node.clamp(0, 63)) & 1  # right of bit 63 too: & 1
         seen = (logical < layout.prefix[:, None]) | (is_node & (bit == 1))  # [R, L]
         pages = layout.page_table[layout.row_seq.long()][:, logical // size]  # [R, L]
-        physical = pages * size + logical % size
+        physical = (pages * size + logical % size).clamp(min=0)
         assert not (seen & (pages < 0)).any(), "a row sees a cell that has no page"
         self.count = seen.sum(1)  # [R]
         order = (~seen).to(torch.uint8).argsort(dim=1, stable=True)  # seen cells first, ascending
