@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -11,16 +9,12 @@ import torch
 from torch import Tensor
 
 from foretell.attention.base import Layout
+from foretell.attention.pool import in_shares
+from foretell.attention.rows import cache_bits
 
 _WORTH_A_THREAD = 3_000_000
 """Multiply-adds from which a second thread pays for waking it (about 0.2 ms of work)."""
 _NO_WINDOW = 1 << 40
-
-
-@functools.cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    """Threads besides the caller's. Not numba's own pool: two OpenMP pools fight over cores."""
-    return ThreadPoolExecutor(threads, thread_name_prefix="attention")
 
 
 class CpuAttention:
@@ -38,7 +32,6 @@ class CpuAttention:
 
         self._kernels = kernels
         self._threads = threads
-        self._views: dict[tuple[int, torch.Size, torch.dtype], np.ndarray[Any, Any]] = {}
 
     def plan(self, layout: Layout) -> None:
         """Cuts the rows into tiles: neighbours of one sequence, which share copied keys."""
@@ -55,25 +48,9 @@ class CpuAttention:
         self._tiles = _tiles(layout.row_seq.numpy(), self._kernels.TILE)
         self._keys = int(rows[:, 2].sum())
 
-    def _view(self, cache: Tensor) -> np.ndarray[Any, Any]:
-        """A cache's bits as [pages, Hkv, page_size * D]. Views keep their memory alive, so that
-        an address in the dictionary cannot come to mean something else."""
-        key = (cache.data_ptr(), cache.shape, cache.dtype)
-        view = self._views.get(key)
-        if view is None:
-            if cache.dtype not in (torch.float32, torch.bfloat16):
-                raise ValueError(f"KV cache of {cache.dtype}: use float32 or bfloat16 on a CPU")
-            assert cache.is_contiguous() and cache.shape[2] == self._size
-            if len(self._views) > 1024:
-                self._views.clear()
-            dtype = torch.uint32 if cache.dtype == torch.float32 else torch.uint16
-            view = cache.detach().view(dtype).flatten(2).numpy()
-            self._views[key] = view
-        return view
-
     def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         """Stores k, v [R, Hkv, D] in the rows' cells; a row whose cell is negative stores none."""
-        keys, values = self._view(k_cache), self._view(v_cache)
+        keys, values = cache_bits(k_cache), cache_bits(v_cache)
         write = self._kernels.write(keys.itemsize)
         write(k.detach().numpy(), v.detach().numpy(), keys, values, self._cells, self._size)
 
@@ -87,27 +64,18 @@ class CpuAttention:
         window: int | None = None,
     ) -> Tensor:
         """See `Attention.run`. q [R, H, D] float32 may be a view of any strides."""
-        keys = self._view(k_cache)
+        keys = cache_bits(k_cache)
         kernel = self._kernels.attend(keys.itemsize)
         out = torch.empty(q.shape)
         arguments = (
-            q.detach().numpy(), out.numpy(), keys, self._view(v_cache), self._rows,
+            q.detach().numpy(), out.numpy(), keys, cache_bits(v_cache), self._rows,
             self._ancestors, self._tiles, self._table, self._size, window or _NO_WINDOW, scale,
         )  # fmt: skip
         shares = 1
         if 2 * self._keys * q.shape[1] * q.shape[2] > _WORTH_A_THREAD:
             threads = self._threads or torch.get_num_threads()
             shares = min(threads, len(self._tiles) * keys.shape[1])
-        if shares == 1:
-            kernel(*arguments, 0, 1)
-            return out
-        others = [
-            _pool(shares - 1).submit(kernel, *arguments, share, shares)
-            for share in range(1, shares)
-        ]
-        kernel(*arguments, 0, shares)
-        for other in others:
-            other.result()
+        in_shares(kernel, arguments, shares)
         return out
 
 
