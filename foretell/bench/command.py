@@ -1,0 +1,139 @@
+"""`foretell bench`: from options to tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from foretell.bench.environment import environment
+from foretell.bench.report import (
+    broken_promises,
+    histogram,
+    markdown,
+    summarize,
+    tables,
+)
+from foretell.bench.run import PLAIN, SAME_TEXT, Arm, BenchConfig, measure, write_json
+from foretell.bench.workloads import default_workload, pick, read_workload
+from foretell.config import SpeculationConfig
+from foretell.llm import LLM
+from foretell.progress import progress_bar
+
+DEFAULT_SCHEMES = ("prompt-lookup", "draft-model:weights=int4")
+
+
+def bench(
+    schemes: SequenceOf[str] = DEFAULT_SCHEMES,
+    config: BenchConfig | None = None,
+    *,
+    prompts: Path | None = None,
+    limit: int | None = None,
+    json: Path | None = None,
+    as_markdown: bool = False,
+    console: Console | None = None,
+    model: str = "smollm2",
+    weights: str = "int8",
+    **engine: Any,
+) -> bool:
+    """Measures schemes against plain decoding and prints what came out.
+
+    Args:
+        schemes: as ``--speculation`` writes them; each is compared with the same plain run.
+        prompts: JSONL of prompts, see `foretell.bench.workloads.parse`; None is our own workload.
+        limit: at most that many conversations of each category, evenly spaced.
+        json: file for everything measured.
+        as_markdown: print Markdown in place of terminal tables.
+        engine: any other field of `EngineConfig`.
+
+    Returns:
+        False if a scheme that promises the text of plain decoding gave another one.
+
+    Raises:
+        ValueError: an option, the file of prompts or the model is wrong.
+    """
+    config, console = config or BenchConfig(), console or Console()
+    parsed = [_parse(text) for text in dict.fromkeys(schemes or DEFAULT_SCHEMES)]
+    conversations = pick(read_workload(prompts) if prompts else default_workload(), limit)
+    if json is not None and not json.parent.is_dir():
+        raise ValueError(f"{json}: there is no folder {json.parent}")
+    # Whoever comes second would find the prompt's pages in the cache and win every prefill.
+    engine |= {"prefix_caching": False}
+    engine["max_num_seqs"] = max(config.batch, engine.get("max_num_seqs") or config.batch)
+
+    arms: list[Arm] = []
+    llms: list[LLM] = []
+    for text, speculation in parsed:
+        llm = LLM(
+            llms[0].target if llms else model, speculation=speculation, weights=weights, **engine
+        )
+        llms.append(llm)
+        if not arms:
+            arms.append(Arm(PLAIN, llm, speculate=False))
+        arms.append(Arm(text, llm, same_text=speculation.verification in SAME_TEXT))
+
+    turns = sum(len(conversation.turns) for conversation in conversations)
+    with progress_bar("measuring", turns) as advance:
+        measurement = measure(
+            arms, conversations, config, llms[0].engine.runtime.max_model_len, advance
+        )
+    if not measurement.answers:
+        raise ValueError(
+            "nothing was measured: no prompt fits into the context with its answer; "
+            "lower max_tokens or take other prompts"
+        )
+    lines = summarize(measurement, arms)
+    if json is not None:
+        facts = {
+            "environment": environment(),
+            "bench": asdict(config) | {"prompts": str(prompts or "default"), "limit": limit},
+            "engine": [asdict(llm.config) | {"model": model} for llm in llms],
+            "summary": [asdict(line) for line in lines],
+        }
+        write_json(json, measurement, facts)
+
+    if as_markdown:
+        console.print(markdown(lines), markup=False, highlight=False, soft_wrap=True)
+    else:
+        for table in tables(lines):
+            console.print(table)
+        console.print(histogram(lines), markup=False, highlight=False)
+    broken = broken_promises(measurement, arms)
+    for note in _notes(measurement.skipped, measurement.complete, broken, llms):
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+    return not broken
+
+
+def _parse(text: str) -> tuple[str, SpeculationConfig]:
+    speculation = SpeculationConfig.parse(text)
+    if speculation is None:
+        raise ValueError(
+            f"speculation {text!r}: plain decoding is always measured; name a scheme to compare, "
+            "for example prompt-lookup:k=8"
+        )
+    return text, speculation
+
+
+def _notes(skipped: list[str], complete: bool, broken: list[str], llms: list[LLM]) -> list[str]:
+    notes: list[str] = []
+    if not complete:
+        notes.append("Interrupted: these numbers are of the prompts done so far.")
+    if skipped:
+        notes.append(
+            f"{len(skipped)} turns do not fit into the context with their answer and were left "
+            "out: " + ", ".join(skipped)
+        )
+    for llm in llms:
+        metrics = llm.engine.metrics
+        if metrics.drafter_errors and llm.config.speculation:
+            notes.append(
+                f"{llm.config.speculation.method}: the drafter failed {metrics.drafter_errors} "
+                f"times, its numbers mean nothing ({metrics.last_drafter_error})"
+            )
+    if broken:
+        notes.append(f"NOT THE SAME TEXT in {len(broken)} answers, which is a fault of foretell:")
+        notes.extend(f"  {line}" for line in broken)
+    return notes
