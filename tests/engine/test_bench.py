@@ -148,7 +148,7 @@ class FakeLLM:
                 tokens[2] += 1
         stats.token_times = [1.0 + (i // per_pass) for i in range(len(tokens))]
         stats.num_passes = -(-len(tokens) // per_pass)
-        reply = Reply(tokens, stats)
+        reply = Reply(tokens, stats, "another answer" if speculate else "answer")
         if self.failed:
             reply.finish_reason, reply.error = FinishReason.ERROR, "NaN in the logits"
         return reply
