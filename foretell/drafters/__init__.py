@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from typing import Any
+from typing import Any, TypeGuard
 
 from foretell.config import SpeculationConfig
 from foretell.spec.drafter import Drafter, DraftRuntime
@@ -55,7 +55,7 @@ def build(config: SpeculationConfig, runtime: DraftRuntime) -> Drafter:
     return find(config.method)(config, runtime)
 
 
-def _is_drafter(value: Any, module: str | None = None) -> bool:
+def _is_drafter(value: Any, module: str | None = None) -> TypeGuard[type[Drafter]]:
     return (
         isinstance(value, type)
         and issubclass(value, Drafter)

@@ -95,7 +95,7 @@ class DraftModel(Drafter):
             runs.append((slot, slot.filled + same, run[same:]))
             slot.filled += len(run)
             slot.scratch = []
-            slot.ready = last and slot.filled == end
+            slot.ready = slot.filled == end
         runs = [run for run in runs if run[2]]
         if not runs:
             return

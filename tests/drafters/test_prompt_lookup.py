@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -167,7 +168,7 @@ def rounds(drafter: PromptLookup, accept: int, count: int) -> list[int]:
 def test_poor_acceptance_pauses_drafting_and_is_retried() -> None:
     drafted = rounds(build(patience=3), 0, 300)
     tries = [i for i, n in enumerate(drafted) if n]
-    gaps = [b - a for a, b in zip(tries, tries[1:], strict=False)]
+    gaps = [b - a for a, b in itertools.pairwise(tries)]
     assert gaps[:3] == [1, 1, 1]
     assert gaps == sorted(gaps)
     assert gaps[-1] == LONGEST_PAUSE + 1
