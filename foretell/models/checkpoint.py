@@ -1,0 +1,148 @@
+"""Tensors on disk, each accounted for: none missing, none left over, none of another shape."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
+"""Buffers of old checkpoints that follow from the config."""
+
+
+class Source(Protocol):
+    """A file or directory of tensors under Hugging Face's names."""
+
+    path: Path
+    shapes: dict[str, tuple[int, ...]]
+
+    def read(self, name: str) -> Tensor:
+        """The tensor in any float dtype."""
+        ...
+
+
+class Checkpoint:
+    """Hands out each tensor once, and says in the end what nobody asked for."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._left = {name for name in source.shapes if not _IGNORED.fullmatch(name)}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._source.shapes
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """Reads one tensor.
+
+        Raises:
+            ValueError: it is missing, has another shape or does not hold floats.
+        """
+        have = self._source.shapes.get(name)
+        if have is None:
+            raise ValueError(f"{self._source.path}: tensor {name} is missing")
+        if have != shape:
+            raise ValueError(
+                f"{self._source.path}: tensor {name} has shape {list(have)}, "
+                f"but the model's config makes it {list(shape)}"
+            )
+        assert name in self._left, f"{name} is read twice"
+        self._left.remove(name)
+        tensor = self._source.read(name)
+        if not tensor.is_floating_point() or tensor.element_size() == 1:
+            raise ValueError(
+                f"{self._source.path}: tensor {name} is {tensor.dtype}; "
+                "only float32, float16 and bfloat16 checkpoints load, or a GGUF file"
+            )
+        return tensor
+
+    def finish(self) -> None:
+        """
+        Raises:
+            ValueError: a tensor was never taken.
+        """
+        if self._left:
+            names = sorted(self._left)
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ValueError(
+                f"{self._source.path}: the model's config has no place for tensor "
+                f"{', '.join(names[:3])}{more}"
+            )
+
+
+class Safetensors:
+    """One .safetensors file, or a directory with one or with shards and their index.
+
+    Raises:
+        ValueError: no such files, a file that is cut short, a tensor in two shards, or an index
+            that names what no shard holds.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._files: dict[str, Path] = {}
+        self._open: tuple[Path, object] | None = None
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        index = path / "model.safetensors.index.json"
+        named: set[str] = set()
+        if index.exists():
+            named = set(read_json(index).get("weight_map", {}))
+            shards = sorted(set(read_json(index).get("weight_map", {}).values()))
+            files = [path / shard for shard in shards]
+        elif (path / "model.safetensors").exists():
+            files = [path / "model.safetensors"]
+        else:
+            files = sorted(path.glob("*.safetensors"))
+            if len(files) > 1:
+                raise ValueError(f"{path}: several .safetensors files but no {index.name}")
+        if not files:
+            raise ValueError(f"{path}: no .safetensors file here; convert the checkpoint first")
+        for file in files:
+            self._scan(file)
+        if missing := sorted(named - set(self.shapes)):
+            raise ValueError(f"{path}: the index names tensor {missing[0]}, which no shard holds")
+
+    def _scan(self, file: Path) -> None:
+        handle = self._handle(file)
+        for name in handle.keys():  # noqa: SIM118 (not a dict)
+            if name in self._files:
+                raise ValueError(
+                    f"{self.path}: tensor {name} is in {self._files[name].name} and in {file.name}"
+                )
+            self._files[name] = file
+            self.shapes[name] = tuple(handle.get_slice(name).get_shape())
+
+    def _handle(self, file: Path):
+        from safetensors import SafetensorError, safe_open
+
+        if self._open is None or self._open[0] != file:
+            try:
+                self._open = (file, safe_open(file, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{file}: not a complete safetensors file ({error})") from None
+        return self._open[1]
+
+    def read(self, name: str) -> Tensor:
+        return self._handle(self._files[name]).get_tensor(name)
+
+
+def read_json(path: Path) -> dict:
+    """
+    Raises:
+        ValueError: the file is missing or not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path} cannot be read ({error})") from None
+
+
+def join(parts: list[Tensor]) -> Tensor:
+    """Tensors over each other in one float dtype, for fused products."""
+    dtype = parts[0].dtype if len({part.dtype for part in parts}) == 1 else torch.float32
+    return torch.cat([part.to(dtype) for part in parts])

@@ -1,0 +1,56 @@
+"""Compiled loops of `rows`. Imported on first use, as numba is slow to import."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import float32, njit, types
+
+# No fast-math: results must equal torch's, bit for bit.
+_FLAGS = {"nogil": True, "error_model": "numpy", "cache": True}
+_ROWS = float32[:, ::1]
+
+
+@njit(types.void(_ROWS, _ROWS, float32[::1]), **_FLAGS)
+def fit(x: Any, out: Any, scale: Any) -> None:
+    width = x.shape[1]
+    for row in range(x.shape[0]):
+        source, target = x[row], out[row]
+        bits = source.view(np.int32)
+        # Magnitudes of floats are ordered as their bits are, and integer maxima vectorise.
+        top = np.int32(0)
+        for d in range(width):
+            top = max(top, bits[d] & np.int32(0x7FFFFFFF))
+        if top >= np.int32(0x7F800000):
+            scale[row] = np.nan
+            target[:width] = np.float32(0.0)
+        else:
+            high = np.int32(top).view(np.float32)
+            if high < np.float32(1e-30):
+                scale[row] = np.float32(0.0)
+                target[:width] = np.float32(0.0)
+            else:
+                scale[row] = high
+                inverse = np.float32(1.0) / high
+                for d in range(width):
+                    value = source[d] * inverse
+                    target[d] = min(max(value, np.float32(-1.0)), np.float32(1.0))
+        target[width] = np.float32(-1.0)
+        target[width + 1] = np.float32(1.0)
+
+
+@njit(types.void(_ROWS, float32[::1]), **_FLAGS)
+def unfit(y: Any, scale: Any) -> None:
+    for row in range(y.shape[0]):
+        target, by = y[row], scale[row]
+        for d in range(target.shape[0]):
+            target[d] *= by
+
+
+@njit(types.void(_ROWS, float32[::1], float32[::1]), **_FLAGS)
+def unfit_add(y: Any, scale: Any, bias: Any) -> None:
+    for row in range(y.shape[0]):
+        target, by = y[row], scale[row]
+        for d in range(target.shape[0]):
+            target[d] = target[d] * by + bias[d]
