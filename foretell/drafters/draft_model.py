@@ -146,9 +146,12 @@ class DraftModel(Drafter):
         target: LoadedModel = self.runtime.target
         if self.options.weights == "target":
             return target
-        if not self.options.model:
-            return load(str(target.path), weight_format(self.options.weights or "int4"))
-        draft = load(self.options.model, weight_format(self.options.weights or "int8"))
+        own = not self.options.model
+        weights = self.options.weights or ("int4" if own else "int8")
+        spec = str(target.path) if own else self.options.model
+        draft = load(spec, weights, max_model_len=self.runtime.max_model_len)
+        if own:
+            return draft
         check_same_vocabulary(target.tokenizer, draft.tokenizer)
         return draft
 

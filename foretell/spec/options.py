@@ -7,8 +7,7 @@ from typing import Any, TypeVar, get_type_hints
 
 T = TypeVar("T")
 
-_WORDS = {"true": True, "yes": True, "on": True, "1": True}
-_WORDS |= {"false": False, "no": False, "off": False, "0": False}
+_YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 def read_options(options: type[T], given: dict[str, str], method: str) -> T:
@@ -39,9 +38,9 @@ def read_options(options: type[T], given: dict[str, str], method: str) -> T:
 
 def _read(kind: type, text: str, what: str) -> Any:
     if kind is bool:
-        if text.lower() not in _WORDS:
+        if text.lower() not in _YES + _NO:
             raise ValueError(f"{what}: must be true or false")
-        return _WORDS[text.lower()]
+        return text.lower() in _YES
     try:
         return kind(text)
     except ValueError:

@@ -15,7 +15,7 @@ def tiny_loader(monkeypatch: pytest.MonkeyPatch) -> dict[str, SimpleNamespace]:
     """`load` finds tiny models by name; without a model it is the target, perturbed."""
     models = {"other": loaded(seed=2)}
 
-    def load(spec: str, weights: str) -> SimpleNamespace:
+    def load(spec: str, weights: str, *, max_model_len: int) -> SimpleNamespace:
         return models.get(spec) or loaded(seed=3)
 
     def check(a: str, b: str) -> None:
