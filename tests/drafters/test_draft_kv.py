@@ -1,4 +1,4 @@
-"""Draft KV on the real model and runtime: after any rounds it equals a clean rebuild, bit by bit."""
+"""Draft KV with the real model and runtime equals a clean rebuild, bit by bit."""
 
 from __future__ import annotations
 
