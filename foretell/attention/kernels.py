@@ -58,7 +58,7 @@ def _dot(a: Any, b: Any) -> Any:
 
 
 @njit(fastmath={"contract"}, **_FLAGS)
-def _add_values(o: Any, v: Any, p: Any, first: int, end: int) -> None:
+def _add_values(o: Any, v: Any, p: Any, first: Any, end: Any) -> None:
     """o [D] += p[first:end] @ v [BLOCK * D], keys in order."""
     dim = o.shape[0]
     j = first
@@ -77,7 +77,7 @@ def _add_values(o: Any, v: Any, p: Any, first: int, end: int) -> None:
 
 
 @njit(fastmath={"contract"}, **_FLAGS)
-def _softmax_step(q: Any, k: Any, v: Any, o: Any, state: Any, s: Any, first: int, end: int) -> None:
+def _softmax_step(q: Any, k: Any, v: Any, o: Any, state: Any, s: Any, first: Any, end: Any) -> None:
     """Takes keys first .. end - 1 of a block into one head's o [D] and (maximum, sum)."""
     dim = q.shape[0]
     for j in range(BLOCK):
@@ -108,7 +108,7 @@ def _softmax_step(q: Any, k: Any, v: Any, o: Any, state: Any, s: Any, first: int
 
 @njit(**_FLAGS)
 def _copy_run(
-    cache: Any, bits: Any, table: Any, head: int, first: int, num: int, at: int, dim: int, size: int
+    cache: Any, bits: Any, table: Any, head: Any, first: Any, num: Any, at: Any, dim: Any, size: Any
 ) -> None:
     """Logical cells first .. first + num - 1 of a head to key `at` onwards of a block's bits."""
     shift = np.uint32(32 - 8 * cache.itemsize)  # bfloat16 is the upper half of a float32
@@ -131,14 +131,14 @@ def _copy_block(
     k_bits: Any,
     v_bits: Any,
     table: Any,
-    head: int,
-    start: int,
-    end: int,
-    prefix: int,
-    base: int,
+    head: Any,
+    start: Any,
+    end: Any,
+    prefix: Any,
+    base: Any,
     ancestors: Any,
-    dim: int,
-    size: int,
+    dim: Any,
+    size: Any,
 ) -> None:
     """Keys start .. end - 1 of a row: of its prefix, then of its ancestors."""
     num = max(0, min(end, prefix) - start)
@@ -248,7 +248,7 @@ def to_cache(x: Any, like: Any) -> Any:
     return (bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
 
 
-def _write(k: Any, v: Any, k_cache: Any, v_cache: Any, cells: Any, size: int) -> None:
+def _write(k: Any, v: Any, k_cache: Any, v_cache: Any, cells: Any, size: Any) -> None:
     """k, v [R, Hkv, D] float32 to the rows' cells; a negative cell writes nothing."""
     dim = k.shape[2]
     for row in range(k.shape[0]):
