@@ -21,10 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretell.runtime.noise_cpu import gumbel_argmax
 from foretell.sequence import Logprob, SamplingParams
 from foretell.spec import shape as spec_shape
-from foretell.spec.noise import gumbel
 from foretell.spec.tree import path_to
 
 
@@ -158,10 +156,10 @@ def draw(
         part = shaped if len(sampled) == len(greedy) else shaped[sampled]
         some = [seeds[r] for r in sampled], [positions[r] for r in sampled]
         if part.device.type == "cpu":
-            drawn = gumbel_argmax(part, *some)
+            from foretell.runtime.noise_cpu import gumbel_argmax  # compiled; slow to import
         else:
-            drawn = (part + gumbel(*some, part.shape[-1], part.device)).argmax(-1).cpu()
-        choices[sampled] = drawn
+            from foretell.spec.noise import gumbel_argmax
+        choices[sampled] = gumbel_argmax(part, *some).cpu()
     return choices
 
 

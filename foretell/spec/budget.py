@@ -32,7 +32,7 @@ class FixedBudget:
 
         Returns:
             [B] draft tokens, sum at most ``rows``. No sequence that got less than its limit could
-            get one more without another falling below it; odd rows go to the first.
+            get one more without another falling below it; odd rows go to the later ones.
         """
         given = [0] * len(limits)
         if prefills:

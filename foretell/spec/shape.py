@@ -9,7 +9,9 @@ result depends on that row alone, to the last bit: reductions over a row are a m
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,40 +88,48 @@ def _keep_likeliest(logits: Tensor, params: SequenceOf[SamplingParams]) -> Tenso
     vocab = logits.shape[-1]
     limits = [min(p.top_k or vocab, vocab) for p in params]
     width = min(vocab, max([limit for limit in limits if limit < vocab] + [_FIRST_LOOK]))
-    values = logits.topk(width, -1).values  # [R, width] likeliest first
-    out = torch.empty_like(logits)
-    for r, param in enumerate(params):
-        row, limit, best = logits[r], limits[r], values[r]
-        if not best[0].isfinite():
-            out[r] = row
-            continue
-        count = limit
-        if param.top_p < 1:
-            # over all that top-k left; each sum is over one row by itself, in float64
-            among = best[:limit] if limit <= width else row
-            weights = (among.double() - best[0].double()).exp_()
-            reach = param.top_p * float(weights.sum())
-            count = _nucleus(best[:limit], reach)
-            if count > width and limit > width:
-                best = row.sort(descending=True).values
-                count = _nucleus(best, reach)
-            count = min(count, limit)
-        elif limit == vocab:
-            out[r] = row
-            continue
-        last = best[count - 1]
-        above = row > last
-        ties = (row == last).nonzero().flatten()[: count - int(above.sum())]
-        above[ties] = True
-        out[r] = row.masked_fill(~above, -torch.inf)
+    best = logits.topk(width, -1).values  # [R, width] likeliest first
+    sound = cast(list[bool], best[:, 0].isfinite().tolist())
+    last = torch.full((len(limits), 1), -torch.inf, dtype=logits.dtype, device=logits.device)
+    counts = list(limits)  # how many tokens stay
+    nuclei = [r for r, p in enumerate(params) if p.top_p < 1 and sound[r]]
+    if nuclei:
+        top = best[nuclei].double()
+        running = (top - top[:, :1]).exp_().cumsum_(-1)  # weights, 1 for the likeliest
+        for place, r in enumerate(nuclei):
+            over_all = limits[r] > width
+            total = _weight(logits[r]) if over_all else float(running[place, limits[r] - 1])
+            reach = params[r].top_p * total
+            counts[r] = min(limits[r], int((running[place] < reach).sum()) + 1)
+            if over_all and counts[r] > width:
+                values = _falling(logits[r])
+                weights = (values.double() - values[0].double()).exp_().cumsum_(0)
+                counts[r] = min(vocab, int((weights < reach).sum()) + 1)
+                last[r] = values[counts[r] - 1]
+    for r, count in enumerate(counts):
+        if sound[r] and count <= width:
+            last[r] = best[r, count - 1]
+    kept = logits >= last
+    surplus = kept.sum(-1).sub_(torch.tensor(counts, device=kept.device)).tolist()
+    out = logits.masked_fill(logits < last, -torch.inf)
+    for r, extra in enumerate(surplus):
+        if extra > 0 and last[r] > -torch.inf:  # ties at the edge: the lower ids stay
+            out[r, (logits[r] == last[r]).nonzero()[-extra:, 0]] = -torch.inf
     return out
 
 
-def _nucleus(likeliest: Tensor, reach: float) -> int:
-    """How many of the likeliest tokens it takes to reach that much unnormalised weight (1 for the
-    first); one more than there are if they do not reach it."""
-    running = (likeliest.double() - likeliest[0].double()).exp_().cumsum_(0)
-    return int((running < reach).sum()) + 1
+def _weight(row: Tensor) -> float:
+    """Sum of exp(row - maximum) in float64: on a CPU by numpy, whose order of summation does not
+    depend on the number of threads."""
+    weights = (row.double() - row.max().double()).exp_()
+    return float(weights.numpy().sum() if weights.device.type == "cpu" else weights.sum())
+
+
+def _falling(row: Tensor) -> Tensor:
+    """Sorted, largest first; numpy's sort of floats is many times faster on a CPU."""
+    if row.device.type == "cpu":
+        return torch.from_numpy(np.sort(row.neg().numpy())).neg_()
+    return row.sort(descending=True).values
 
 
 def _index(rows: list[int], like: Tensor) -> Tensor:
