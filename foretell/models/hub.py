@@ -113,7 +113,7 @@ def _from_hub(model: str, progress: bool) -> Path:
         return Path(snapshot_download(model, allow_patterns=list(_HUB_FILES)))
     except KeyboardInterrupt:
         raise
-    except Exception as error:  # noqa: BLE001 - the client raises a dozen unrelated classes
+    except Exception as error:  # the client raises a dozen unrelated classes
         raise ValueError(f"{model}: {_hub_remedy(error)}") from error
 
 

@@ -1,0 +1,5 @@
+"""``python -m foretell``."""
+
+from foretell.cli import entry
+
+entry()

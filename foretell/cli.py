@@ -1,0 +1,299 @@
+"""The command line. Its flags are the fields of the configuration dataclasses.
+
+Nothing heavy is imported up here: `foretell --help` and `foretell pull` answer at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import foretell
+from foretell.bench.run import BenchConfig
+from foretell.config import EngineConfig, SpeculationConfig
+from foretell.flags import from_fields
+from foretell.sequence import FinishReason, SamplingParams
+from foretell.terminal import Screen, chat, stats_line, stream
+
+if TYPE_CHECKING:
+    from foretell.llm import LLM, Result
+
+app = typer.Typer(
+    help="LLM inference built around speculative decoding: faster, and the same text.",
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+
+ShowDraft = Annotated[
+    bool, typer.Option("--show-draft", help="Mark the tokens that the draft guessed.")
+]
+System = Annotated[str | None, typer.Option("--system", help="System message of the conversation.")]
+
+
+@app.command()
+@from_fields(EngineConfig, SamplingParams)
+def generate(
+    engine: EngineConfig,
+    sampling: SamplingParams,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(help="Prompts; - reads one from standard input.")
+    ] = None,
+    file: Annotated[
+        list[Path] | None, typer.Option("--file", "-f", help="Read a prompt from a text file.")
+    ] = None,
+    as_chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Through the chat template, or the bare text. Chat where the model has one.",
+            show_default=False,
+        ),
+    ] = None,
+    system: System = None,
+    show_draft: ShowDraft = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Speed and acceptance on stderr.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object a line, with statistics.")
+    ] = False,
+) -> None:
+    """Answer one prompt or many."""
+    if system and as_chat is False:
+        raise ValueError("--system goes through the chat template: leave out --raw")
+    texts = _read_prompts(prompts or [], file or [])
+    _check_show_draft(show_draft, engine)
+    llm = _open(engine)
+    if as_chat is None:
+        as_chat = llm.tokenizer is None or llm.tokenizer.has_chat_template
+    if as_chat:
+        start = [{"role": "system", "content": system}] if system else []
+        ids = [llm.chat_prompt([*start, {"role": "user", "content": text}]) for text in texts]
+    else:
+        ids = [llm.tokenizer.encode(text) for text in texts]
+    screen = Screen(show_draft=show_draft)
+    if show_draft and not as_json:
+        screen.note(screen.legend())
+    if len(ids) == 1 and sampling.n == 1 and not as_json:
+        results = [stream(llm, ids[0], sampling, screen, "answer")]
+    else:
+        results = llm.generate(ids, sampling, progress=sys.stderr.isatty())
+    for i, result in enumerate(results):
+        if as_json:
+            print(json.dumps(_as_json(texts[i // sampling.n], result), ensure_ascii=False))
+        elif len(results) > 1:
+            print(f"==> prompt {i // sampling.n + 1}, answer {result.index + 1} <==")
+            screen.answer(llm, result)
+        if stats:
+            screen.note(stats_line(result.stats))
+    _exit_on_failure(results)
+
+
+@app.command("chat")
+@from_fields(EngineConfig, SamplingParams, without=("n", "logprobs", "prompt_logprobs"))
+def chat_command(
+    engine: EngineConfig,
+    sampling: SamplingParams,
+    system: System = None,
+    show_draft: ShowDraft = False,
+) -> None:
+    """Talk to a model in the terminal. Ctrl-C stops an answer, Ctrl-D leaves."""
+    _check_show_draft(show_draft, engine)
+    chat(_open(engine), sampling, Screen(show_draft=show_draft), system)
+
+
+@app.command()
+@from_fields(EngineConfig, BenchConfig, without=("speculation",))
+def bench(
+    engine: EngineConfig,
+    config: BenchConfig,
+    speculation: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SCHEME[:NAME=VALUE,...]",
+            help="Scheme to compare with plain decoding; again for more. "
+            "prompt-lookup and draft-model:weights=int4 if not given.",
+        ),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="Spec-Bench JSONL in place of the workload that comes with foretell."),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="At most so many conversations of each category.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write everything measured to this file.")
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Tables in Markdown.")] = False,
+) -> None:
+    """Measure schemes against plain decoding, alternately, prompt by prompt."""
+    _get(engine.model)
+    from foretell.bench.command import bench as measure
+
+    options = {name: value for name, value in _fields(engine).items() if name != "speculation"}
+    same_text = measure(
+        speculation or (),
+        config,
+        prompts=prompts,
+        limit=limit,
+        json=json_file,
+        as_markdown=markdown,
+        **options,
+    )
+    if not same_text:
+        raise typer.Exit(1)
+
+
+@app.command()
+def pull(
+    model: Annotated[str, typer.Argument(help="A short name (smollm2) or a hub name (org/model).")],
+) -> None:
+    """Download a model into the cache directory and check it."""
+    from foretell.models.hub import resolve
+
+    print(resolve(model))
+
+
+@app.command()
+@from_fields(EngineConfig, speculation=SpeculationConfig.parse("prompt-lookup:k=8"))
+def demo(
+    engine: EngineConfig,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each kind.")] = 3,
+) -> None:
+    """Answer one prompt plainly and speculatively: same text, two speeds."""
+    from foretell.demo import show
+
+    if engine.speculation is None:
+        raise ValueError("the demo compares with speculation: give --speculation a scheme")
+    if not show(_open(engine), engine.speculation, repeats):
+        raise typer.Exit(1)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(foretell.__version__)
+
+
+# ---- helpers
+
+
+def _open(config: EngineConfig) -> LLM:
+    _get(config.model)
+    from rich.console import Console
+
+    with Console(stderr=True).status(f"loading {config.model}"):
+        from foretell.llm import LLM
+
+        return LLM(**_fields(config))
+
+
+def _get(model: str) -> None:
+    """Downloads the model now, where its bar has the terminal to itself."""
+    from foretell.models.hub import resolve
+
+    resolve(model)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+def _fields(config: EngineConfig) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+
+
+def _read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
+    if not prompts and not files:
+        if sys.stdin.isatty():
+            raise ValueError("no prompt: give one in quotes, --file FILE, or - for standard input")
+        prompts = ["-"]
+    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+    for path in files:
+        try:
+            texts.append(path.read_text(encoding="utf-8"))
+        except UnicodeDecodeError:
+            raise ValueError(f"{path}: not UTF-8 text") from None
+    if any(not text for text in texts):
+        raise ValueError("a prompt is empty: write something for the model to go on from")
+    return texts
+
+
+def _check_show_draft(show_draft: bool, config: EngineConfig) -> None:
+    if show_draft and config.speculation is None:
+        raise ValueError(
+            "--show-draft needs a draft: add for example --speculation prompt-lookup:k=8"
+        )
+
+
+def _exit_on_failure(results: list[Result]) -> None:
+    for result in results:
+        if result.error:
+            print(f"foretell: {result.error}", file=sys.stderr)
+    if any(result.error for result in results):
+        raise typer.Exit(1)
+    if any(result.finish_reason == FinishReason.ABORT for result in results):
+        raise typer.Exit(130)
+
+
+def _as_json(prompt: str, result: Result) -> dict[str, Any]:
+    stats = result.stats
+    fields = dataclasses.asdict(result)
+    del fields["stats"]
+    return {
+        "prompt": prompt,
+        **fields,
+        "stats": {
+            "num_prompt_tokens": stats.num_prompt_tokens,
+            "num_cached_tokens": stats.num_cached_tokens,
+            "num_tokens": stats.num_tokens,
+            "num_passes": stats.num_passes,
+            "tau": stats.tau,
+            "drafted": stats.drafted,
+            "accepted": stats.accepted,
+            "drafted_by_position": stats.drafted_by_position,
+            "accepted_by_position": stats.accepted_by_position,
+            "tokens_per_second": stats.tokens_per_second,
+            "ttft": stats.ttft,
+            "itl": stats.itl,
+        },
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs a command line and returns its exit status: 2 and one line for a mistake."""
+    command = typer.main.get_command(app)
+    try:
+        status = command.main(
+            args=list(arguments) or ["--help"], prog_name="foretell", standalone_mode=False
+        )
+        sys.stdout.flush()
+    except typer.Abort:
+        return _complain("interrupted", 130)
+    except BrokenPipeError:  # the reader of a pipe has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except ValueError as error:
+        return _complain(str(error), 2)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _complain(f"{where}{error.strerror or error}", 2)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # a mistake of ours: show it all
+            raise
+        return _complain(f"{error.format_message()} (see foretell --help)", 2)  # type: ignore[attr-defined]
+    return int(status or 0)
+
+
+def _complain(message: str, status: int) -> int:
+    print(f"foretell: {' '.join(message.split())}", file=sys.stderr)
+    return status
+
+
+def entry() -> None:
+    """The `foretell` command."""
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,80 @@
+"""One prompt, answered plainly and speculatively: the same text at two speeds."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from dataclasses import dataclass, field
+
+from foretell.config import SpeculationConfig
+from foretell.llm import LLM, Result
+from foretell.sequence import SamplingParams
+
+_PROMPT = """\
+Here is a Python function:
+
+```python
+def summarize_orders(orders):
+    total_price = 0
+    total_count = 0
+    for order in orders:
+        total_price = total_price + order.price * order.quantity
+        total_count = total_count + order.quantity
+    if total_count == 0:
+        return {"total_price": 0, "total_count": 0, "average_price": 0}
+    average_price = total_price / total_count
+    return {
+        "total_price": total_price,
+        "total_count": total_count,
+        "average_price": average_price,
+    }
+```
+
+Add a docstring to the function and leave the rest as it is. Answer with the whole function."""
+
+
+@dataclass
+class _Arm:
+    """One way to decode."""
+
+    name: str
+    speculate: bool
+    results: list[Result] = field(default_factory=list[Result])
+
+    @property
+    def speed(self) -> float:
+        return statistics.median(result.stats.tokens_per_second for result in self.results)
+
+
+def show(llm: LLM, speculation: SpeculationConfig, repeats: int, max_tokens: int = 192) -> bool:
+    """Prints the answer once, both speeds (median of ``repeats`` alternating runs) and the
+    acceptance length; True when every run gave the same tokens."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    prompt = llm.chat_prompt([{"role": "user", "content": _PROMPT}])
+    plain, speculative = _Arm("plain", False), _Arm(speculation.method, True)
+    arms = [plain, speculative]
+    for arm in arms:  # the first pass compiles and touches all weights
+        llm.generate(prompt, SamplingParams(temperature=0, max_tokens=8), speculate=arm.speculate)
+    for run in range(repeats):  # alternately: a machine that slows down does so for both
+        for arm in arms if run % 2 == 0 else arms[::-1]:
+            arm.results += llm.generate(prompt, params, speculate=arm.speculate)
+    results = plain.results + speculative.results
+    for result in results:
+        if result.error:
+            print(f"foretell: {result.error}", file=sys.stderr)
+            return False
+    answer, stats = plain.results[0], speculative.results[0].stats
+    same = all(
+        result.token_ids == answer.token_ids and result.text == answer.text for result in results
+    )
+    print(f"{_PROMPT}\n\n--- the answer of {llm.config.model}, {len(answer.token_ids)} tokens\n")
+    print(f"{answer.text}\n\n---")
+    print(f"{plain.name:<14} {plain.speed:7.1f} tokens/s")
+    print(
+        f"{speculative.name:<14} {speculative.speed:7.1f} tokens/s   "
+        f"{speculative.speed / max(plain.speed, 1e-9):.2f}x   τ {stats.tau:.2f} tokens a pass, "
+        f"{stats.accepted} of {stats.drafted} drafted tokens accepted"
+    )
+    print(f"medians of {repeats} alternating runs each; tokens and text are ", end="")
+    print("identical" if same else "NOT identical: this is a bug, please report it")
+    return same
