@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from foretell.config import EngineConfig, SpeculationConfig
+from foretell.engine.build import build_engine
 from foretell.engine.detokenize import Detokenizer
 from foretell.engine.engine import Engine
+from foretell.models.loader import LoadedModel
 from foretell.progress import progress_bar
 from foretell.sequence import FinishReason, Logprob, SamplingParams, Sequence, Stats
 
@@ -57,7 +59,8 @@ class LLM:
     """A target model, with or without a drafter, ready to answer.
 
     Args:
-        model: a short name (``smollm2``), a hub name (``org/model``), a directory or a .gguf file.
+        model: a short name (``smollm2``), a hub name (``org/model``), a directory, a .gguf file,
+            or a model that is loaded already.
         speculation: None, a `SpeculationConfig`, or its short form such as ``prompt-lookup:k=8``.
         weights: ``int8``, ``bf16``, ``f32`` or ``int4``.
         options: any other field of `EngineConfig`.
@@ -68,14 +71,12 @@ class LLM:
 
     def __init__(
         self,
-        model: str = EngineConfig.model,
+        model: str | LoadedModel = EngineConfig.model,
         *,
         speculation: SpeculationConfig | str | None = None,
         weights: str = EngineConfig.weights,
         **options: Any,
     ) -> None:
-        from foretell.engine.build import build_engine
-
         if isinstance(speculation, str):
             speculation = SpeculationConfig.parse(speculation)
         unknown = set(options) - set(EngineConfig.__dataclass_fields__)
@@ -84,14 +85,18 @@ class LLM:
                 f"unknown option {sorted(unknown)[0]!r}; options are "
                 + ", ".join(EngineConfig.__dataclass_fields__)
             )
+        loaded = None if isinstance(model, str) else model
         self.config = EngineConfig(
-            model=str(model),
+            model=str(model if isinstance(model, str) else model.path),
             speculation=speculation,
             weights=weights,  # type: ignore[arg-type]
             **options,
         )
-        self.engine, self.target = build_engine(self.config)
-        self.tokenizer = self.target.tokenizer
+        self.engine, self.target = build_engine(self.config, loaded)
+        try:
+            self.tokenizer = self.target.tokenizer
+        except ValueError as error:  # token ids in, token ids out
+            self.tokenizer, self._no_tokenizer = None, str(error)
         self._lock = threading.Lock()
         self._ids = itertools.count()
 
@@ -187,7 +192,7 @@ class LLM:
     def chat_prompt(self, messages: SequenceOf[Message]) -> list[int]:
         """Token ids of a conversation, up to where the answer begins."""
         if self.tokenizer is None:
-            raise ValueError("this model comes without a tokenizer: use generate with token ids")
+            raise ValueError(f"{self._no_tokenizer}; use generate with token ids")
         return self.tokenizer.apply_chat_template(list(messages))
 
     # ---- inside
@@ -195,7 +200,7 @@ class LLM:
     def _encode(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise ValueError("this model comes without a tokenizer: give token ids")
+                raise ValueError(f"{self._no_tokenizer}; give token ids")
             return self.tokenizer.encode(prompt)
         return [int(token) for token in prompt]
 
