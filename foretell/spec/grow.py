@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -145,7 +145,7 @@ def sampled(
     def pick(logits: Tensor, sequences: list[int], depth: int) -> Picked:
         wanted = [params[b] for b in sequences]
         q = law(filtered(logits, wanted), wanted)
-        broken = q.isnan().any(-1).tolist()
+        broken = cast(list[bool], q.isnan().any(-1).tolist())
         thrown = coins(sequences, depth)
         tokens = [
             -1 if bad else invert(q[a], coin)
@@ -159,4 +159,4 @@ def sampled(
 def _best(logits: Tensor, scores: Tensor) -> list[int]:
     """Argmax of scores, -1 where the logits hold NaN or +inf, or nothing but -inf."""
     sound = logits.amax(-1).isfinite()
-    return scores.argmax(-1).masked_fill(~sound, -1).tolist()
+    return cast(list[int], scores.argmax(-1).masked_fill(~sound, -1).tolist())

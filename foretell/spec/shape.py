@@ -48,10 +48,9 @@ def filtered(logits: Tensor, params: SequenceOf[SamplingParams]) -> Tensor:
     everything = len(rows) == len(params)
     part = logits if everything else logits[rows]
     some = [params[r] for r in rows]
-    column = lambda values: torch.tensor(values, device=part.device)[:, None]  # noqa: E731
 
     top = part.amax(-1, keepdim=True)
-    warm = column([p.temperature != 1 for p in some])
+    warm = torch.tensor([p.temperature != 1 for p in some], device=part.device)[:, None]
     # shifted by the maximum first, so that no temperature overflows
     shift = torch.where(warm & top.isfinite(), top, 0.0)
     heat = torch.tensor([p.temperature for p in some], dtype=torch.float64, device=part.device)
@@ -110,7 +109,8 @@ def _keep_likeliest(logits: Tensor, params: SequenceOf[SamplingParams]) -> Tenso
         if sound[r] and count <= width:
             last[r] = best[r, count - 1]
     kept = logits >= last
-    surplus = kept.sum(-1).sub_(torch.tensor(counts, device=kept.device)).tolist()
+    wanted = torch.tensor(counts, device=kept.device)
+    surplus = cast(list[int], (kept.sum(-1) - wanted).tolist())
     out = logits.masked_fill(logits < last, -torch.inf)
     for r, extra in enumerate(surplus):
         if extra > 0 and last[r] > -torch.inf:  # ties at the edge: the lower ids stay

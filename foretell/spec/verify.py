@@ -85,7 +85,8 @@ def coupled(tree: TokenTree, choices: Tensor | SequenceOf[SequenceOf[int]]) -> l
     drawn = _lists(choices)
     outcomes: list[Outcome] = []
     for b, (tokens, parents) in enumerate(_trees(tree)):
-        own, node, path = drawn[b], 0, []
+        own, node = drawn[b], 0
+        path: list[int] = []
         y = own[0]
         for i in range(1, len(tokens)):  # children follow their parent: one sweep walks the tree
             if parents[i] == node and tokens[i] == y:
@@ -135,7 +136,7 @@ def typical(
     delta = math.sqrt(epsilon) if delta is None else delta
 
     def accepted(row: Tensor, token: int) -> bool:
-        entropy = float(torch.special.entr(row).sum())
+        entropy = -float(torch.xlogy(row, row).sum())
         return float(row[token]) > min(epsilon, delta * math.exp(-entropy))
 
     return _longest(tree, p, choices, accepted)
