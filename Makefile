@@ -32,7 +32,7 @@ format: .venv/.installed-dev
 	$(BIN)/ruff check --fix .
 
 .venv/bin/python:
-	@$(or $(PYTHON),false) -c '$(NEW_ENOUGH)' || \
+	@$(or $(PYTHON),false) -c '$(NEW_ENOUGH)' 2>/dev/null || \
 		{ echo "foretell needs Python 3.11 or newer: make PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 

