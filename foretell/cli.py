@@ -109,7 +109,7 @@ def chat_command(
 
 
 @app.command()
-@from_fields(EngineConfig, BenchConfig, without=("speculation",))
+@from_fields(EngineConfig, BenchConfig, without=("speculation", "prefix_caching"))
 def bench(
     engine: EngineConfig,
     config: BenchConfig,
@@ -137,15 +137,14 @@ def bench(
     _get(engine.model)
     from foretell.bench.command import bench as measure
 
-    options = {name: value for name, value in _fields(engine).items() if name != "speculation"}
     same_text = measure(
         speculation or (),
         config,
+        engine,
         prompts=prompts,
         limit=limit,
         json=json_file,
         as_markdown=markdown,
-        **options,
     )
     if not same_text:
         raise typer.Exit(1)

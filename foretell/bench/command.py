@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -19,7 +18,7 @@ from foretell.bench.report import (
 )
 from foretell.bench.run import PLAIN, SAME_TEXT, Arm, BenchConfig, measure, write_json
 from foretell.bench.workloads import default_workload, pick, read_workload
-from foretell.config import SpeculationConfig
+from foretell.config import EngineConfig, SpeculationConfig
 from foretell.llm import LLM
 from foretell.progress import progress_bar
 
@@ -29,25 +28,24 @@ DEFAULT_SCHEMES = ("prompt-lookup", "draft-model:weights=int4")
 def bench(
     schemes: SequenceOf[str] = DEFAULT_SCHEMES,
     config: BenchConfig | None = None,
+    engine: EngineConfig | None = None,
     *,
     prompts: Path | None = None,
     limit: int | None = None,
     json: Path | None = None,
     as_markdown: bool = False,
     console: Console | None = None,
-    model: str = "smollm2",
-    weights: str = "int8",
-    **engine: Any,
 ) -> bool:
     """Measures schemes against plain decoding and prints what came out.
 
     Args:
         schemes: as ``--speculation`` writes them; each is compared with the same plain run.
+        engine: model, weights and limits; its own speculation is not looked at, the prefix cache
+            is always off and there are at least as many slots as conversations at once.
         prompts: JSONL of prompts, see `foretell.bench.workloads.parse`; None is our own workload.
         limit: at most that many conversations of each category, evenly spaced.
         json: file for everything measured.
         as_markdown: print Markdown in place of terminal tables.
-        engine: any other field of `EngineConfig`.
 
     Returns:
         False if a scheme that promises the text of plain decoding gave another one.
@@ -61,15 +59,19 @@ def bench(
     if json is not None and not json.parent.is_dir():
         raise ValueError(f"{json}: there is no folder {json.parent}")
     # Whoever comes second would find the prompt's pages in the cache and win every prefill.
-    engine |= {"prefix_caching": False}
-    engine["max_num_seqs"] = max(config.batch, engine.get("max_num_seqs") or config.batch)
+    engine = (engine or EngineConfig()).with_(speculation=None, prefix_caching=False)
+    slots = max(config.batch, engine.max_num_seqs)
+    engine = engine.with_(
+        max_num_seqs=slots, max_num_batched_tokens=max(slots, engine.max_num_batched_tokens)
+    )
+    options = {field.name: getattr(engine, field.name) for field in fields(engine)}
+    del options["model"], options["speculation"]
 
     arms: list[Arm] = []
     llms: list[LLM] = []
     for text, speculation in parsed:
-        llm = LLM(
-            llms[0].target if llms else model, speculation=speculation, weights=weights, **engine
-        )
+        target = llms[0].target if llms else engine.model
+        llm = LLM(target, speculation=speculation, **options)
         llms.append(llm)
         if not arms:
             arms.append(Arm(PLAIN, llm, speculate=False))
@@ -90,7 +92,7 @@ def bench(
         facts = {
             "environment": environment(),
             "bench": asdict(config) | {"prompts": str(prompts or "default"), "limit": limit},
-            "engine": [asdict(llm.config) | {"model": model} for llm in llms],
+            "engine": [asdict(llm.config) | {"model": engine.model} for llm in llms],
             "summary": [asdict(line) for line in lines],
         }
         write_json(json, measurement, facts)

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from foretell.bench.run import Arm, Measured, Measurement
 
@@ -165,9 +167,9 @@ _COLUMNS = (
     "τ",
     "accepted by depth, %",
     "ITL p50/p99, ms",
-    "plain, ms",
+    "plain ITL",
     "TTFT, ms",
-    "plain, ms",
+    "plain TTFT",
     "same text",
 )
 
@@ -192,7 +194,7 @@ def _cells(line: Line) -> list[str]:
     ]
 
 
-# Two tables, so that each fits on a terminal of 100 columns and in a README.
+# Two tables, so that each fits on a terminal of 80 columns.
 _SPEED = (0, 1, 2, 3, 4, 5, 6, 7, 13)
 _LATENCY = (0, 1, 8, 9, 10, 11, 12)
 
@@ -211,18 +213,22 @@ def markdown(lines: list[Line]) -> str:
 
 
 def tables(lines: list[Line]) -> list[Table]:
-    """For the terminal: speeds, then latencies and acceptance."""
+    """For the terminal: two tables for each scheme, speeds, then acceptance and latencies."""
     shown: list[Table] = []
-    for title, chosen in (("Speed", _SPEED), ("Latency and acceptance", _LATENCY)):
-        table = Table(title=title, title_justify="left", header_style="bold")
-        for i in chosen:
-            table.add_column(_COLUMNS[i], justify="left" if i < 2 else "right")
-        for line in lines:
-            cells = _cells(line)
-            table.add_row(
-                *(cells[i] for i in chosen), style="bold" if line.category == TOTAL else None
-            )
-        shown.append(table)
+    for scheme in dict.fromkeys(line.scheme for line in lines):
+        own = [line for line in lines if line.scheme == scheme]
+        for title, chosen in (("speed", _SPEED), ("acceptance and latency", _LATENCY)):
+            table = Table(title=f"{scheme}: {title}", title_justify="left", box=box.SIMPLE_HEAD)
+            rows = [[_cells(line)[i] for i in chosen if i != 1] for line in own]
+            for place, i in enumerate(i for i in chosen if i != 1):
+                table.add_column(
+                    Text(_COLUMNS[i]),  # a header may break into lines, a cell may not
+                    justify="right" if i else "left",
+                    min_width=max(len(row[place]) for row in rows),
+                )
+            for line, row in zip(own, rows, strict=True):
+                table.add_row(*map(Text, row), style="bold" if line.category == TOTAL else None)
+            shown.append(table)
     return shown
 
 

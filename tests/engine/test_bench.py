@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import dataclass, field, replace
 
 import pytest
+from rich.console import Console
 
 from foretell.bench.report import (
     broken_promises,
@@ -13,6 +15,7 @@ from foretell.bench.report import (
     markdown,
     percentile,
     summarize,
+    tables,
 )
 from foretell.bench.run import Arm, BenchConfig, first_difference, measure, write_json
 from foretell.bench.workloads import (
@@ -323,6 +326,13 @@ def test_tables_and_histogram() -> None:
     assert widths == {10}
     assert "| a | fast | 1.0 | 2.0 | 2.00x | 2.00-2.00 |" in speed
     assert "80 50 0" in latency
+    console = Console(width=80, file=io.StringIO())
+    for table in tables(lines):
+        console.print(table)
+    printed = console.file.getvalue()
+    assert "2.00-2.00" in printed
+    assert "80 50 0" in printed
+    assert "…" not in printed
     drawn = histogram(lines, width=10).split("\n")
     assert drawn[0] == "fast: 40 drafts, τ 1.80"
     assert drawn[1] == "  depth  1 ████████    80%  (80% of arrivals)"
