@@ -26,8 +26,13 @@ def environment() -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "commit": _commit(),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([_program(), *sys.argv[1:]]),
     }
+
+
+def _program() -> str:
+    name = Path(sys.argv[0]).name
+    return "foretell" if name == "__main__.py" else name
 
 
 def _version(name: str) -> str | None:

@@ -218,14 +218,19 @@ def tables(lines: list[Line]) -> list[Table]:
     for scheme in dict.fromkeys(line.scheme for line in lines):
         own = [line for line in lines if line.scheme == scheme]
         for title, chosen in (("speed", _SPEED), ("acceptance and latency", _LATENCY)):
-            table = Table(title=f"{scheme}: {title}", title_justify="left", box=box.SIMPLE_HEAD)
+            table = Table(
+                title=f"{scheme}: {title}",
+                title_justify="left",
+                box=box.SIMPLE_HEAD,
+                pad_edge=False,
+                collapse_padding=True,
+            )
             rows = [[_cells(line)[i] for i in chosen if i != 1] for line in own]
             for place, i in enumerate(i for i in chosen if i != 1):
-                table.add_column(
-                    Text(_COLUMNS[i]),  # a header may break into lines, a cell may not
-                    justify="right" if i else "left",
-                    min_width=max(len(row[place]) for row in rows),
-                )
+                header, width = _COLUMNS[i], max(len(row[place]) for row in rows)
+                if len(header) > width:  # a header may break into lines, a cell may not
+                    header = header.replace(" ", "\n")
+                table.add_column(Text(header), justify="right" if i else "left", no_wrap=True)
             for line, row in zip(own, rows, strict=True):
                 table.add_row(*map(Text, row), style="bold" if line.category == TOTAL else None)
             shown.append(table)

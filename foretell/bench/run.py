@@ -249,17 +249,16 @@ def write_json(path: Path, measurement: Measurement, facts: dict[str, Any]) -> N
     Raises:
         ValueError: the file cannot be written.
     """
-    data = {
-        **facts,
-        "complete": measurement.complete,
-        "skipped": measurement.skipped,
-        "answers": [_rounded(asdict(answer)) for answer in measurement.answers],
-    }
+    head = {**facts, "complete": measurement.complete, "skipped": measurement.skipped}
+    answers = [json.dumps(_rounded(asdict(answer))) for answer in measurement.answers]
+    # An answer a line: times of hundreds of tokens are not for reading one below the other.
+    text = (
+        json.dumps(head, indent=1)[:-2] + ',\n "answers": [\n' + ",\n".join(answers) + "\n ]\n}\n"
+    )
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with part.open("w", encoding="utf-8") as file:
-            json.dump(data, file, indent=1)
-            file.write("\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)

@@ -304,11 +304,10 @@ def test_json_is_whole_or_absent(tmp_path, monkeypatch) -> None:
     assert data["complete"] is True
     assert data["answers"][1]["gaps"] == [0, 1, 0, 1, 0, 1, 0, 1]
 
-    def fails(*args, **kwargs):
-        args[1].write("{")
+    def fails(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("json.dump", fails)
+    monkeypatch.setattr("os.fsync", fails)
     with pytest.raises(ValueError, match="No space left"):
         write_json(path, result, {})
     assert path.read_text() == before
@@ -326,13 +325,21 @@ def test_tables_and_histogram() -> None:
     assert widths == {10}
     assert "| a | fast | 1.0 | 2.0 | 2.00x | 2.00-2.00 |" in speed
     assert "80 50 0" in latency
+    wide = replace(
+        lines[-1],
+        category="math_reasoning",
+        acceptance=[1.0] * 8,
+        itl=(0.0123, 0.1234),
+        ttft=12.345,
+        plain_ttft=23.456,
+    )
     console = Console(width=80, file=io.StringIO())
-    for table in tables(lines):
+    for table in tables([*lines, wide]):
         console.print(table)
-    printed = console.file.getvalue()
-    assert "2.00-2.00" in printed
-    assert "80 50 0" in printed
-    assert "…" not in printed
+    printed = [row.rstrip() for row in console.file.getvalue().split("\n")]
+    rows = [row for row in printed if "math_reasoning" in row]
+    assert [row.split()[-1] for row in rows] == ["4/4", "23456"]
+    assert "100 100 100 100 100  12.3/123.4" in rows[1]
     drawn = histogram(lines, width=10).split("\n")
     assert drawn[0] == "fast: 40 drafts, τ 1.80"
     assert drawn[1] == "  depth  1 ████████    80%  (80% of arrivals)"
