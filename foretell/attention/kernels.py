@@ -20,14 +20,26 @@ BLOCK = 32
 """Keys reduced together. Changing it changes the last bits of every result."""
 TILE = 16
 """Rows that share a copied block. Changes no bits."""
-_FLAGS = {"nogil": True, "error_model": "numpy", "cache": True}
+
+
+def _can_cache() -> bool:
+    """Numba keeps compiled code beside this file or in the user's cache directory, and refuses to
+    go on where it may write to neither; then each process compiles for itself."""
+    try:
+        njit(cache=True)(_can_cache)
+    except RuntimeError:
+        return False
+    return True
+
+
+FLAGS = {"nogil": True, "error_model": "numpy", "cache": _can_cache()}
 _LOG2E = np.float32(1.4426950408889634)
 _MAGIC = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to a whole number
 _LN2_HI = np.float32(0.693359375)
 _LN2_LO = np.float32(-2.12194440e-4)
 
 
-@njit(fastmath={"contract"}, **_FLAGS)
+@njit(fastmath={"contract"}, **FLAGS)
 def exp(x: Any) -> Any:
     """e**x for float32 x up to 88, to 1.5 ulp (Cephes' polynomial); 0 below -87, NaN stays NaN.
 
@@ -49,7 +61,7 @@ def exp(x: Any) -> Any:
     return np.float32(0.0) if x < np.float32(-87.0) else p
 
 
-@njit(fastmath={"reassoc", "contract", "nsz"}, **_FLAGS)
+@njit(fastmath={"reassoc", "contract", "nsz"}, **FLAGS)
 def _dot(a: Any, b: Any) -> Any:
     total = np.float32(0.0)
     for d in range(a.shape[0]):
@@ -57,7 +69,7 @@ def _dot(a: Any, b: Any) -> Any:
     return total
 
 
-@njit(fastmath={"contract"}, **_FLAGS)
+@njit(fastmath={"contract"}, **FLAGS)
 def _add_values(o: Any, v: Any, p: Any, first: Any, end: Any) -> None:
     """o [D] += p[first:end] @ v [BLOCK * D], keys in order."""
     dim = o.shape[0]
@@ -76,7 +88,7 @@ def _add_values(o: Any, v: Any, p: Any, first: Any, end: Any) -> None:
         j += 1
 
 
-@njit(fastmath={"contract"}, **_FLAGS)
+@njit(fastmath={"contract"}, **FLAGS)
 def _softmax_step(q: Any, k: Any, v: Any, o: Any, state: Any, s: Any, first: Any, end: Any) -> None:
     """Takes keys first .. end - 1 of a block into one head's o [D] and (maximum, sum)."""
     dim = q.shape[0]
@@ -106,7 +118,7 @@ def _softmax_step(q: Any, k: Any, v: Any, o: Any, state: Any, s: Any, first: Any
     _add_values(o, v, s, first, end)
 
 
-@njit(**_FLAGS)
+@njit(**FLAGS)
 def _copy_run(
     cache: Any, bits: Any, table: Any, head: Any, first: Any, num: Any, at: Any, dim: Any, size: Any
 ) -> None:
@@ -124,7 +136,7 @@ def _copy_run(
         num -= run
 
 
-@njit(**_FLAGS)
+@njit(**FLAGS)
 def _copy_block(
     k_cache: Any,
     v_cache: Any,
@@ -236,7 +248,7 @@ def _attend(
                     out[row, head * group + g, d] = o[t, g, d] * inverse
 
 
-@njit(**_FLAGS)
+@njit(**FLAGS)
 def to_cache(x: Any, like: Any) -> Any:
     """The bits of float32 x in the cache's width; bfloat16 rounds to nearest, ties to even."""
     bits = np.float32(x).view(np.uint32)
@@ -277,11 +289,11 @@ def attend(itemsize: int) -> Callable[..., None]:
         strided(float32, 3), float32[:, :, ::1], cache, cache, int32[:, ::1], numba.uint64[::1],
         int32[:, ::1], int32[:, ::1], int64, int64, float32, int64, int64,
     )  # fmt: skip
-    return njit(signature, **_FLAGS)(_attend)
+    return njit(signature, **FLAGS)(_attend)
 
 
 @functools.cache
 def write(itemsize: int) -> Callable[..., None]:
     """The compiled writer for a cache of 2 or 4 bytes a number."""
     cache, rows = _BITS[itemsize], strided(float32, 3)
-    return njit(types.void(rows, rows, cache, cache, int32[::1], int64), **_FLAGS)(_write)
+    return njit(types.void(rows, rows, cache, cache, int32[::1], int64), **FLAGS)(_write)

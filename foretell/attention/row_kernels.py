@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 from numba import float32, int32, int64, njit, types, uint16, uint32
 
-from foretell.attention.kernels import exp, to_cache
+from foretell.attention.kernels import FLAGS, exp, to_cache
 
-_FLAGS = {"nogil": True, "error_model": "numpy", "cache": True}
 _ROWS = float32[:, ::1]
 
 
-@njit(fastmath={"reassoc", "contract", "nsz"}, **_FLAGS)
+@njit(fastmath={"reassoc", "contract", "nsz"}, **FLAGS)
 def _inverse_rms(x: Any, eps: Any) -> Any:
     total = np.float32(0.0)
     for d in range(x.shape[0]):
@@ -26,7 +25,7 @@ def _inverse_rms(x: Any, eps: Any) -> Any:
     return np.float32(1.0) / np.sqrt(total / np.float32(x.shape[0]) + eps)
 
 
-@njit(types.void(_ROWS, float32[::1], float32, _ROWS), **_FLAGS)
+@njit(types.void(_ROWS, float32[::1], float32, _ROWS), **FLAGS)
 def rms_norm(x: Any, weight: Any, eps: Any, out: Any) -> None:
     for row in range(x.shape[0]):
         source, target = x[row], out[row]
@@ -35,7 +34,7 @@ def rms_norm(x: Any, weight: Any, eps: Any, out: Any) -> None:
             target[d] = weight[d] * (source[d] * scale)
 
 
-@njit(types.void(_ROWS, _ROWS, float32[::1], float32, _ROWS), **_FLAGS)
+@njit(types.void(_ROWS, _ROWS, float32[::1], float32, _ROWS), **FLAGS)
 def add_rms_norm(x: Any, residual: Any, weight: Any, eps: Any, out: Any) -> None:
     for row in range(x.shape[0]):
         source, total, target = x[row], residual[row], out[row]
@@ -46,7 +45,7 @@ def add_rms_norm(x: Any, residual: Any, weight: Any, eps: Any, out: Any) -> None
             target[d] = weight[d] * (total[d] * scale)
 
 
-@njit(types.void(_ROWS, _ROWS), fastmath={"contract"}, **_FLAGS)
+@njit(types.void(_ROWS, _ROWS), fastmath={"contract"}, **FLAGS)
 def silu_mul(gate_up: Any, out: Any) -> None:
     width = out.shape[1]
     for row in range(gate_up.shape[0]):
@@ -57,7 +56,7 @@ def silu_mul(gate_up: Any, out: Any) -> None:
             target[d] = x / (np.float32(1.0) + exp(power)) * up[d]
 
 
-@njit(fastmath={"contract"}, **_FLAGS)
+@njit(fastmath={"contract"}, **FLAGS)
 def _head(x: Any, cos: Any, sin: Any, weight: Any, eps: Any, low: Any, high: Any) -> None:
     """RMSNorm where weight is not empty, then the rotation of (d, d + half) pairs, in place."""
     if weight.shape[0] > 0:
@@ -119,4 +118,4 @@ def rope_and_write(itemsize: int) -> Callable[..., None]:
         _ROWS, _ROWS, _ROWS, int32[::1], float32[::1], float32[::1], float32, int64, int64,
         cache, cache, int32[::1], int64,
     )  # fmt: skip
-    return njit(signature, fastmath={"contract"}, **_FLAGS)(_rope_and_write)
+    return njit(signature, fastmath={"contract"}, **FLAGS)(_rope_and_write)

@@ -157,6 +157,16 @@ def test_equal_scores_go_to_the_first_token() -> None:
         assert draw(logp, [1], [2]).tolist() == [17]
 
 
+def test_ties_made_by_rounding_go_to_the_first_token() -> None:
+    """At 2**26 scores are multiples of 8: the likeliest token, looked at first, is often tied."""
+    logp = torch.full((200, 600), 2.0**26)
+    logp[:, 300] += 8
+    seeds, positions = [3] * 200, list(range(200))
+    want = noise.gumbel_argmax(logp, seeds, positions)
+    assert (want < 256).any()
+    assert torch.equal(noise_cpu.gumbel_argmax(logp, seeds, positions), want)
+
+
 @pytest.mark.parametrize("draw", [noise.gumbel_argmax, noise_cpu.gumbel_argmax])
 def test_broken_rows_say_so_and_touch_nobody(draw) -> None:
     torch.manual_seed(1)
