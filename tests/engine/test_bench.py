@@ -339,7 +339,7 @@ def test_tables_and_histogram() -> None:
     printed = [row.rstrip() for row in console.file.getvalue().split("\n")]
     rows = [row for row in printed if "math_reasoning" in row]
     assert [row.split()[-1] for row in rows] == ["4/4", "23456"]
-    assert "100 100 100 100 100  12.3/123.4" in rows[1]
+    assert "100 100 100 100 100    12.3/123.4  1000.0/1000.0  12345" in rows[1]
     drawn = histogram(lines, width=10).split("\n")
     assert drawn[0] == "fast: 40 drafts, τ 1.80"
     assert drawn[1] == "  depth  1 ████████    80%  (80% of arrivals)"
