@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretell.config import Weights
-from foretell.models.rows import fit_rows, unfit_rows
+from foretell.models.rows import fit_rows, rotate, stages, unfit_rows
 
 _BLOCK = 16
 """Rows of every bf16 and f32 product. Part of the result's bits: other sizes round otherwise."""
@@ -52,16 +52,25 @@ class Table:
 
 
 class Int8Table:
-    """Embedding rows in int8, one scale a row."""
+    """Embedding rows in int8 with a scale for each `_GROUP` elements; padded with zeros."""
 
-    __slots__ = ("scale", "weight")
+    __slots__ = ("scale", "weight", "width")
 
     def __init__(self, weight: Tensor) -> None:
-        self.weight, scale = quantize_int8(weight)
-        self.scale = scale[:, None]
+        rows, self.width = weight.shape
+        groups = -(-self.width // _GROUP)
+        self.weight = torch.empty(rows, groups * _GROUP, dtype=torch.int8)
+        self.scale = torch.empty(rows, groups, 1)
+        for start in range(0, rows, _CHUNK):
+            part = F.pad(weight[start : start + _CHUNK].float(), (0, -self.width % _GROUP))
+            levels, scale = quantize_int8(part.view(-1, _GROUP))
+            self.weight[start : start + _CHUNK] = levels.view(part.shape)
+            self.scale[start : start + _CHUNK] = scale.view(len(part), groups, 1)
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        return self.weight[tokens].float().mul_(self.scale[tokens])
+        groups = self.weight[tokens].view(len(tokens), -1, _GROUP)
+        out = groups.float().mul_(self.scale[tokens]).view(len(tokens), -1)
+        return out[:, : self.width].contiguous()
 
 
 class FloatLinear:
@@ -92,15 +101,16 @@ class FloatLinear:
 class Int8Linear:
     """int8 weights (one scale an output), int8 activations (one scale a row), integer sums.
 
-    FBGEMM takes one scale for all rows from the largest and smallest element. So every row is
-    divided by its own largest magnitude, and two columns that meet zero weights hold -1 and +1:
-    the scale is then a constant and each row is quantised as if it were alone.
+    Inputs are rotated on both sides (see `rows`). FBGEMM takes one scale for all rows from the
+    largest and smallest element: so every row is divided by its own largest magnitude, and two
+    columns that meet zero weights hold -1 and +1. The scale is then a constant, and each row is
+    quantised as if it were alone.
     """
 
     __slots__ = ("_packed", "bias", "out_features")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        quantized, scale = quantize_int8(weight)
+        quantized, scale = quantize_int8(weight, rotated=True)
         quantized = F.pad(quantized, (0, 2))
         zeros = torch.zeros(len(scale), dtype=torch.int64)
         tensor = torch._make_per_channel_quantized_tensor(quantized, scale.double(), zeros, 0)
@@ -149,12 +159,18 @@ class Int4Linear:
         return out if self.bias is None else out.add_(self.bias)
 
 
-def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric, one scale a row: weight [N, K] -> levels [N, K] int8, scale [N] float32."""
+def quantize_int8(weight: Tensor, rotated: bool = False) -> tuple[Tensor, Tensor]:
+    """Symmetric, one scale a row: weight [N, K] -> levels [N, K] int8, scale [N] float32.
+
+    Args:
+        rotated: rotate the rows first, by the inverse of what `fit_rows` does to activations.
+    """
     levels = torch.empty(weight.shape, dtype=torch.int8)
     scale = torch.empty(len(weight))
     for start in range(0, len(weight), _CHUNK):
         rows = weight[start : start + _CHUNK].float()
+        if rotated:
+            rows = rotate(rows) / 2 ** stages(rows.shape[1])
         step = (rows.abs().amax(dim=1) / 127).clamp_(min=1e-30)
         scale[start : start + _CHUNK] = step
         levels[start : start + _CHUNK] = (rows / step[:, None]).round_().clamp_(-127, 127)

@@ -5,37 +5,51 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import float32, njit, types
+from numba import float32, int64, njit, types
 
 # No fast-math: results must equal torch's, bit for bit.
 _FLAGS = {"nogil": True, "error_model": "numpy", "cache": True}
 _ROWS = float32[:, ::1]
 
 
-@njit(types.void(_ROWS, _ROWS, float32[::1]), **_FLAGS)
-def fit(x: Any, out: Any, scale: Any) -> None:
+@njit(types.void(float32[::1], float32[::1], int64), **_FLAGS)
+def butterfly(source: Any, out: Any, half: Any) -> None:
+    """Pairs (i, i + half) to their sum and difference."""
+    for start in range(0, source.shape[0], 2 * half):
+        low, high = source[start : start + half], source[start + half : start + 2 * half]
+        sums, differences = out[start : start + half], out[start + half : start + 2 * half]
+        for d in range(half):
+            sums[d] = low[d] + high[d]
+            differences[d] = low[d] - high[d]
+
+
+@njit(types.void(_ROWS, _ROWS, float32[::1], int64), **_FLAGS)
+def fit(x: Any, out: Any, scale: Any, stages: Any) -> None:
     width = x.shape[1]
+    one, other = np.empty(width, np.float32), np.empty(width, np.float32)
     for row in range(x.shape[0]):
-        source, target = x[row], out[row]
-        bits = source.view(np.int32)
+        target = out[row]
+        one[:] = x[row]
+        half = width
+        for _ in range(stages):
+            half //= 2
+            butterfly(one, other, half)
+            one, other = other, one
+        bits = one.view(np.int32)
         # Magnitudes of floats are ordered as their bits are, and integer maxima vectorise.
         top = np.int32(0)
         for d in range(width):
             top = max(top, bits[d] & np.int32(0x7FFFFFFF))
-        if top >= np.int32(0x7F800000):
-            scale[row] = np.nan
+        high = np.int32(top).view(np.float32)
+        if top >= np.int32(0x7F800000) or high < np.float32(1e-30):
+            scale[row] = np.float32(np.nan) if top >= np.int32(0x7F800000) else np.float32(0.0)
             target[:width] = np.float32(0.0)
         else:
-            high = np.int32(top).view(np.float32)
-            if high < np.float32(1e-30):
-                scale[row] = np.float32(0.0)
-                target[:width] = np.float32(0.0)
-            else:
-                scale[row] = high
-                inverse = np.float32(1.0) / high
-                for d in range(width):
-                    value = source[d] * inverse
-                    target[d] = min(max(value, np.float32(-1.0)), np.float32(1.0))
+            scale[row] = high
+            inverse = np.float32(1.0) / high
+            for d in range(width):
+                value = one[d] * inverse
+                target[d] = min(max(value, np.float32(-1.0)), np.float32(1.0))
         target[width] = np.float32(-1.0)
         target[width + 1] = np.float32(1.0)
 
