@@ -18,7 +18,7 @@ import typer
 
 import foretell
 from foretell.bench.run import BenchConfig
-from foretell.config import EngineConfig, SpeculationConfig
+from foretell.config import EngineConfig
 from foretell.flags import from_fields
 from foretell.sequence import FinishReason, SamplingParams
 from foretell.terminal import Screen, chat, stats_line, stream
@@ -163,7 +163,7 @@ def pull(
 
 
 @app.command()
-@from_fields(EngineConfig, speculation=SpeculationConfig.parse("prompt-lookup:k=8"))
+@from_fields(EngineConfig, speculation="prompt-lookup:k=8")
 def demo(
     engine: EngineConfig,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each kind.")] = 3,
