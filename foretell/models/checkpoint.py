@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -84,7 +84,7 @@ class Safetensors:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._files: dict[str, Path] = {}
-        self._open: tuple[Path, object] | None = None
+        self._open: tuple[Path, Any] | None = None
         self.shapes: dict[str, tuple[int, ...]] = {}
         index = path / "model.safetensors.index.json"
         named: set[str] = set()
@@ -115,7 +115,7 @@ class Safetensors:
             self._files[name] = file
             self.shapes[name] = tuple(handle.get_slice(name).get_shape())
 
-    def _handle(self, file: Path):
+    def _handle(self, file: Path) -> Any:
         from safetensors import SafetensorError, safe_open
 
         if self._open is None or self._open[0] != file:
@@ -129,7 +129,7 @@ class Safetensors:
         return self._handle(self._files[name]).get_tensor(name)
 
 
-def read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict[str, Any]:
     """
     Raises:
         ValueError: the file is missing or not JSON.

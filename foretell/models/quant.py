@@ -74,19 +74,24 @@ class Int8Table:
 
 
 class FloatLinear:
-    """Weights in bfloat16 or float32; the sum runs over blocks of `_BLOCK` rows, zero padded."""
+    """Weights in bfloat16 or float32; the sum runs over blocks of `_BLOCK` rows, zero padded.
 
-    __slots__ = ("bias", "weight")
+    Weights are padded to multiples of `_BLOCK` too: vendor libraries compute what is left over
+    beside their tiles with other kernels, and which rows those meet is not ours to know.
+    """
+
+    __slots__ = ("bias", "out_features", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.weight = weight  # [N, K]
+        self.out_features = len(weight)
+        self.weight = _whole_blocks(weight)  # [N, K]
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows, weight = len(x), self.weight
+        (rows, inputs), weight = x.shape, self.weight
         # A fresh buffer also fixes the alignment, which vendor libraries may choose paths by.
-        padded = torch.zeros(-(-rows // _BLOCK) * _BLOCK, x.shape[1], dtype=weight.dtype)
-        padded[:rows] = x
+        padded = torch.zeros(-(-rows // _BLOCK) * _BLOCK, weight.shape[1], dtype=weight.dtype)
+        padded[:rows, :inputs] = x
         if len(padded) == _BLOCK:
             out = F.linear(padded, weight)
         else:
@@ -94,8 +99,15 @@ class FloatLinear:
                 [F.linear(block, weight) for block in padded.split(_BLOCK)]
                 or [padded.new_empty(0, len(weight))]
             )
-        out = out[:rows].float()
+        out = out[:rows, : self.out_features].float().contiguous()
         return out if self.bias is None else out.add_(self.bias)
+
+
+def _whole_blocks(weight: Tensor) -> Tensor:
+    outputs, inputs = weight.shape
+    if outputs % _BLOCK or inputs % _BLOCK:
+        return F.pad(weight, (0, -inputs % _BLOCK, 0, -outputs % _BLOCK))
+    return weight.contiguous()
 
 
 class Int8Linear:
@@ -113,7 +125,8 @@ class Int8Linear:
         quantized, scale = quantize_int8(weight, rotated=True)
         quantized = F.pad(quantized, (0, 2))
         zeros = torch.zeros(len(scale), dtype=torch.int64)
-        tensor = torch._make_per_channel_quantized_tensor(quantized, scale.double(), zeros, 0)
+        make = torch.ops.aten._make_per_channel_quantized_tensor
+        tensor = make(quantized, scale.double(), zeros, 0)
         self._packed = torch.ops.quantized.linear_prepack(tensor, None)
         self.bias = bias
         self.out_features = len(scale)
@@ -155,7 +168,7 @@ class Int4Linear:
         if self._padding:
             x = F.pad(x, (0, self._padding))
         out = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._packed, _GROUP, self._scales)
-        out = out[:, : self.out_features].float()
+        out = out[:, : self.out_features].float().contiguous()
         return out if self.bias is None else out.add_(self.bias)
 
 
@@ -215,7 +228,7 @@ def make_linear(weights: Weights, weight: Tensor, bias: Tensor | None = None) ->
     if weights == "int4":
         return Int4Linear(weight, bias)
     dtype = torch.bfloat16 if weights == "bf16" else torch.float32
-    return FloatLinear(weight.to(dtype).contiguous(), bias)
+    return FloatLinear(weight.to(dtype), bias)
 
 
 def make_embedding(

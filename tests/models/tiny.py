@@ -1,0 +1,115 @@
+"""Tiny random models of each architecture, as transformers makes and saves them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretell.attention.base import Attention, Layout
+from foretell.models.loader import LoadedModel
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"tie_word_embeddings": False, "head_dim": 32}),
+    "llama-biased": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "smollm2": (
+        "Llama",
+        {"tie_word_embeddings": True, "hidden_size": 96, "num_attention_heads": 6},
+    ),
+    "mistral": ("Mistral", {"sliding_window": 7, "head_dim": 16, "tie_word_embeddings": False}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+}
+
+
+def make(kind: str, **changes: Any) -> Any:
+    """A transformers model, random weights; biases and norms too, so that each one matters."""
+    import transformers
+
+    name, variant = KINDS[kind]
+    config = getattr(transformers, f"{name}Config")(
+        **{**SIZES, **variant, **changes}, attn_implementation="eager"
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            if key.endswith("bias"):
+                weight.normal_(std=0.1)
+            elif "norm" in key:
+                weight.uniform_(0.5, 1.5)
+    return model
+
+
+def save(model: Any, path: Path, **options: Any) -> Path:
+    model.save_pretrained(path, **options)
+    return path
+
+
+class Cache:
+    """One sequence's pages, in an order that is not the text's, and rows over them."""
+
+    def __init__(self, loaded: LoadedModel, attention: Attention, num_pages: int = 16) -> None:
+        config = loaded.config
+        shape = (num_pages, config.num_kv_heads, 8, config.head_dim)
+        self.kv = [
+            (torch.zeros(shape, dtype=loaded.kv_dtype), torch.zeros(shape, dtype=loaded.kv_dtype))
+            for _ in range(config.num_layers)
+        ]
+        self.loaded, self.attention = loaded, attention
+        self.table = torch.arange(num_pages, dtype=torch.int32).flip(0)[None]
+
+    def run(
+        self,
+        tokens: list[int],
+        start: int,
+        parents: list[int] | None = None,
+        taps: tuple[int, ...] = (),
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits [R, V] of tokens from position ``start`` on: a causal run, or a tree whose node 0
+        is the root at ``start``; and the tapped features."""
+        n = len(tokens)
+        cells = list(range(start, start + n))
+        positions, prefix, words = cells, [c + 1 for c in cells], [0] * n
+        if parents is not None:
+            words, depth = [1], [0]
+            for i in range(1, n):
+                words.append(words[parents[i]] | 1 << i)
+                depth.append(depth[parents[i]] + 1)
+            positions, prefix = [start + d for d in depth], [start + 1] * n
+        as_int = lambda values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
+        physical = [int(self.table[0, c // 8]) * 8 + c % 8 for c in cells]
+        layout = Layout(
+            positions=as_int(positions),
+            cells=as_int(physical),
+            row_seq=as_int([0] * n),
+            prefix=as_int(prefix),
+            ancestors=torch.tensor(words, dtype=torch.int64),
+            base=as_int([start] * n),
+            page_table=self.table,
+            page_size=8,
+        )
+        self.attention.plan(layout)
+        hidden, features = self.loaded.model.forward(
+            torch.tensor(tokens), self.attention, layout, self.kv, taps=taps
+        )
+        return self.loaded.model.logits(hidden), features
