@@ -49,7 +49,8 @@ def check_request(
         left = set(params.allowed_token_ids) - set(params.bad_token_ids)
         if not left:
             raise ValueError("allowed_token_ids: every one of them is in bad_token_ids too")
-        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else end_ids)
+        own = frozenset[int]() if params.ignore_eos else end_ids
+        ends = own | set(params.stop_token_ids)
         if params.min_tokens and left <= ends:
             raise ValueError(
                 f"min_tokens={params.min_tokens}: allowed_token_ids leaves only tokens that end "

@@ -26,9 +26,7 @@ def build_engine(
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    target = target or load(
-        config.model, config.weights, max_model_len=config.max_model_len
-    )
+    target = target or load(config.model, config.weights, max_model_len=config.max_model_len)
     limit = target.config.max_position_embeddings
     max_model_len = min(config.max_model_len or limit, limit)
     if config.max_model_len is not None and config.max_model_len > limit:

@@ -1,8 +1,12 @@
 """From logits to outcomes: shape each node's row, draw the target's token there, verify."""
 
+# pyright: reportUnknownMemberType=false
+# (torch's tolist is untyped)
+
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -65,6 +69,9 @@ def choose(
         threshold: of the lossy rules.
     """
     reached = [i for i, item in enumerate(items) if item.reaches_end]
+    if not reached:
+        return Choice([None] * len(items), {}, logits, spans)
+    lists = tree.lists()
     rows: list[ShapeRow] = []
     picked: list[int] = []
     starts: list[int] = []
@@ -74,26 +81,20 @@ def choose(
     for i in reached:
         sequence, size = items[i].sequence, spans[i].num_nodes
         starts.append(len(rows))
-        parents = tree.parents[i, :size].tolist()
-        rows.extend(tree_rows(shape_of(sequence, end_ids), tree.tokens[i, :size].tolist(), parents))
+        rows.extend(tree_rows(shape_of(sequence, end_ids), *lists[i]))
         picked.extend(range(spans[i].output, spans[i].output + size))
         greedy.extend([sequence.params.greedy] * size)
         seeds.extend([sequence.seed] * size)
-        positions.extend(len(sequence.tokens) + depth for depth in depths(parents))
-    if not reached:
-        return Choice([None] * len(items), {}, logits, spans)
+        positions.extend(len(sequence.tokens) + depth for depth in depths(lists[i][1]))
 
     shaped = shape_logits(logits if len(picked) == len(logits) else logits[picked], rows)  # [R, V]
-    ours = TokenTree(
-        tree.tokens[reached],
-        tree.parents[reached],
-        tree.sizes[reached],
-        None if tree.probs is None else tree.probs[reached],
-    )
+    if len(reached) < len(items):
+        probs = None if tree.probs is None else tree.probs[reached]
+        tree = TokenTree(tree.tokens[reached], tree.parents[reached], tree.sizes[reached], probs)
     span = [slice(at, at + spans[i].num_nodes) for at, i in zip(starts, reached, strict=True)]
     choices = p = coins = None
     if rule in ("coupled", "typical", "threshold"):
-        drawn = draw(shaped, greedy, seeds, positions).tolist()
+        drawn = cast(list[int], draw(shaped, greedy, seeds, positions).tolist())
         choices = [drawn[part] for part in span]
     if rule != "coupled":
         laws = law(shaped, rows)  # [R, V]
@@ -102,8 +103,8 @@ def choose(
         width = tree.tokens.shape[1]
         roots = [len(items[i].sequence.tokens) - 1 for i in reached]
         keys = [items[i].sequence.seed for i in reached]
-        coins = uniform(keys, roots, COINS, width).tolist()  # one verification a root position
-    found = verify(rule, ours, choices=choices, p=p, coins=coins, threshold=threshold)
+        coins = uniform(keys, roots, COINS, width)  # one verification a root position
+    found = verify(rule, tree, choices=choices, p=p, coins=coins, threshold=threshold)
 
     outcomes: list[Outcome | None] = [None] * len(items)
     errors: dict[int, str] = {}

@@ -119,11 +119,11 @@ class Engine:
                 self.threshold,
             )
         with phase("commit"):
-            starts = [item.sequence.num_computed for item in items]
+            starts, trees = [item.sequence.num_computed for item in items], tree.lists()
             for i, (item, span) in enumerate(zip(items, spans, strict=True)):
                 prompt_logprobs(item, span, output.logits)
                 if item.reaches_end:
-                    self._commit(item, tree, i, choice)
+                    self._commit(item, trees[i], i, choice)
                     news.append(item.sequence)
                 else:
                     item.sequence.num_computed += item.num_run
@@ -179,18 +179,19 @@ class Engine:
         )
         try:
             tree = self.drafter.propose(ask)
-            sizes = tree.sizes.tolist()
             tree.check(self.runtime.vocab_size)
-            assert len(sizes) == len(items), "one tree for each sequence"
-            assert tree.tokens[:, 0].tolist() == ask.roots, "node 0 is the root"
-            within = [size - 1 <= item.budget for size, item in zip(sizes, items, strict=True)]
+            drafted = tree.num_drafted
+            assert [tokens[0] for tokens, _ in tree.lists()] == ask.roots, "node 0 is the root"
+            within = [count <= item.budget for count, item in zip(drafted, items, strict=True)]
             assert all(within), "more nodes than the budget"
         except Exception as error:  # noqa: BLE001 - whatever a scheme may raise
             self._drafter_failed("propose", error)
             return plain
         return tree
 
-    def _commit(self, item: Item, tree: TokenTree, i: int, choice: Choice) -> None:
+    def _commit(
+        self, item: Item, tree: tuple[list[int], list[int]], i: int, choice: Choice
+    ) -> None:
         """Appends what was accepted, one token at a time; what follows the first end never was."""
         sequence, outcome = item.sequence, choice.outcomes[i]
         assert outcome is not None
@@ -198,10 +199,7 @@ class Engine:
         if outcome.failed:
             self._finish(sequence, FinishReason.ERROR, choice.errors[i])
             return
-        tokens, parents = (
-            tree.tokens[i].tolist(),
-            tree.parents[i, : int(tree.sizes[i])].tolist(),
-        )
+        tokens, parents = tree
         new = [tokens[node] for node in outcome.path] + [outcome.next_token]
         shape = shape_of(sequence, self.end_ids)
         count = 0

@@ -36,8 +36,7 @@ def lay_out(
     """
     rows = Rows([], [], [], [], [], [], [])
     spans: list[Span] = []
-    sizes = tree.sizes.tolist()
-    for i, item in enumerate(items):
+    for item, (tokens, parents) in zip(items, tree.lists(), strict=True):
         sequence, first = item.sequence, len(rows)
         start, end = sequence.num_computed, sequence.num_computed + item.num_run
         root = end - 1
@@ -56,12 +55,11 @@ def lay_out(
 
         output, num_nodes = len(rows.outputs), 0
         if item.reaches_end:
-            num_nodes = sizes[i]
+            num_nodes = len(tokens)
             rows.outputs.append(len(rows.tokens) - 1)
             if num_nodes > 1:
-                parents = tree.parents[i, :num_nodes].tolist()
                 rows.outputs.extend(range(len(rows.tokens), len(rows.tokens) + num_nodes - 1))
-                rows.tokens.extend(tree.tokens[i, 1:num_nodes].tolist())
+                rows.tokens.extend(tokens[1:])
                 rows.positions.extend(root + depth for depth in depths(parents)[1:])
                 rows.cells.extend(range(root + 1, root + num_nodes))
                 rows.prefix.extend([root + 1] * (num_nodes - 1))

@@ -33,7 +33,11 @@ def available_bytes() -> int:
 
 
 def num_pages_for(
-    kv_memory: str, bytes_per_page: int, page_size: int, max_num_seqs: int, max_model_len: int
+    kv_memory: str,
+    bytes_per_page: int,
+    page_size: int,
+    max_num_seqs: int,
+    max_model_len: int,
 ) -> int:
     """Pages that fit into ``kv_memory``; never more than twice what all slots could fill.
 
@@ -68,7 +72,11 @@ class KVPool:
     """
 
     def __init__(
-        self, groups: dict[str, KVGroup], num_pages: int, page_size: int, device: torch.device
+        self,
+        groups: dict[str, KVGroup],
+        num_pages: int,
+        page_size: int,
+        device: torch.device,
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size

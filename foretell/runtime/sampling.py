@@ -148,7 +148,7 @@ def draw(
     Returns:
         [R] int64 on the host, the lowest id among equals; -1 where a row cannot be drawn from.
     """
-    best = shaped.argmax(-1)
+    best = spec_shape.likeliest(shaped)
     top = shaped.gather(-1, best[:, None])[:, 0]  # NaN and +inf win an argmax: one look finds them
     choices = best.masked_fill(~top.isfinite(), -1).cpu()
     sampled = [r for r, is_greedy in enumerate(greedy) if not is_greedy and choices[r] >= 0]

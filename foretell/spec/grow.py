@@ -9,6 +9,9 @@ before the draw (budget, a broken row), or the text's distribution would change 
 schemes.md 2.1 and the appendix of DSpark 2607.05147).
 """
 
+# pyright: reportUnknownMemberType=false
+# (torch's tolist and from_numpy are untyped)
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -19,7 +22,7 @@ import torch
 from torch import Tensor
 
 from foretell.sequence import SamplingParams
-from foretell.spec.shape import filtered, law
+from foretell.spec.shape import filtered, law, likeliest
 from foretell.spec.tree import TokenTree, chains
 from foretell.spec.verify import invert
 
@@ -92,7 +95,7 @@ def grow_chain(
 
 def argmax(logits: Tensor, sequences: list[int], depth: int) -> Picked:
     """The likeliest token, the lowest id among equals. Verified as one-hot."""
-    return Picked(_best(logits, logits))
+    return Picked(_best(logits))
 
 
 def coupled(
@@ -125,7 +128,7 @@ def coupled(
             else:
                 scores = shaped.clone()
                 scores[noisy] += g
-        return Picked(_best(shaped, scores))
+        return Picked(_best(scores))
 
     return pick
 
@@ -156,7 +159,8 @@ def sampled(
     return pick
 
 
-def _best(logits: Tensor, scores: Tensor) -> list[int]:
-    """Argmax of scores, -1 where the logits hold NaN or +inf, or nothing but -inf."""
-    sound = logits.amax(-1).isfinite()
-    return cast(list[int], scores.argmax(-1).masked_fill(~sound, -1).tolist())
+def _best(scores: Tensor) -> list[int]:
+    """Argmax of rows, -1 where a row holds NaN or +inf (both win an argmax), or nothing but -inf."""
+    best = likeliest(scores)
+    sound = scores.gather(-1, best[:, None])[:, 0].isfinite()
+    return cast(list[int], best.masked_fill(~sound, -1).tolist())

@@ -6,6 +6,9 @@ result depends on that row alone, to the last bit: reductions over a row are a m
 (exact in any order) or are done row by row.
 """
 
+# pyright: reportUnknownMemberType=false
+# (torch's tolist and from_numpy are untyped)
+
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
@@ -25,6 +28,14 @@ def is_plain(params: SamplingParams) -> bool:
     return params.greedy or (
         params.temperature == 1 and params.min_p == 0 and params.top_k == 0 and params.top_p == 1
     )
+
+
+def likeliest(scores: Tensor) -> Tensor:
+    """Argmax of rows [R, V]: [R] int64, the lowest id among equals; a NaN wins. On a CPU numpy's is
+    ten times faster than torch's."""
+    if scores.device.type != "cpu":
+        return scores.argmax(-1)
+    return torch.from_numpy(np.asarray(scores.numpy().argmax(-1)))
 
 
 def filtered(logits: Tensor, params: SequenceOf[SamplingParams]) -> Tensor:
@@ -76,7 +87,7 @@ def law(logits: Tensor, params: SequenceOf[SamplingParams]) -> Tensor:
         p = torch.softmax(logits, -1)
         p[greedy] = law(logits[greedy], [params[r] for r in greedy])
         return p
-    best = logits.argmax(-1, keepdim=True)
+    best = likeliest(logits)[:, None]
     top = logits.gather(-1, best)
     hot = torch.zeros_like(logits).scatter_(-1, best, 1.0)
     return hot.masked_fill_(~top.isfinite(), torch.nan)

@@ -5,9 +5,13 @@ before its children, so ascending node order is depth order along any path, and 
 for each node, bit j set where node j is the node itself or an ancestor, is the whole mask.
 """
 
+# pyright: reportUnknownMemberType=false
+# (torch's tolist and from_numpy are untyped)
+
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -33,16 +37,22 @@ class TokenTree:
 
     @property
     def num_drafted(self) -> list[int]:
-        return [size - 1 for size in self.sizes.tolist()]
+        """Nodes of each tree, its root not counted."""
+        return [len(tokens) - 1 for tokens, _ in self.lists()]
+
+    def lists(self) -> list[tuple[list[int], list[int]]]:
+        """For each sequence the tokens and the parents of its nodes, without padding."""
+        sizes = cast(list[int], self.sizes.tolist())
+        tokens = cast(list[list[int]], self.tokens.tolist())
+        parents = cast(list[list[int]], self.parents.tolist())
+        return [(t[:n], p[:n]) for t, p, n in zip(tokens, parents, sizes, strict=True)]
 
     def check(self, vocab_size: int) -> None:
-        """Asserts every invariant; tests and contract suites call it."""
-        batch, width = self.tokens.shape
+        """Asserts every invariant; the engine does for each proposal, and so do tests."""
+        width = self.tokens.shape[1]
         assert 1 <= width <= MAX_NODES
-        for b in range(batch):
-            size = int(self.sizes[b])
-            assert 1 <= size <= width
-            tokens, parents = self.tokens[b, :size].tolist(), self.parents[b, :size].tolist()
+        assert all(1 <= size <= width for size in cast(list[int], self.sizes.tolist()))
+        for tokens, parents in self.lists():
             assert parents[0] == -1
             assert all(0 <= parent < i for i, parent in enumerate(parents) if i)
             assert all(0 <= token < vocab_size for token in tokens)
@@ -64,10 +74,14 @@ def roots(tokens: list[int]) -> TokenTree:
 def from_lists(tokens: list[list[int]], parents: list[list[int]]) -> TokenTree:
     """Packs one token list and one parent list a sequence, root first, into padded tensors."""
     width = max((len(row) for row in tokens), default=1)
-    pad = lambda row: row + [0] * (width - len(row))  # noqa: E731
+
+    def padded(rows: list[list[int]]) -> Tensor:
+        full = [row + [0] * (width - len(row)) for row in rows]
+        return torch.tensor(full, dtype=torch.int64).reshape(-1, width)
+
     return TokenTree(
-        torch.tensor([pad(row) for row in tokens], dtype=torch.int64).reshape(-1, width),
-        torch.tensor([pad(row) for row in parents], dtype=torch.int64).reshape(-1, width),
+        padded(tokens),
+        padded(parents),
         torch.tensor([len(row) for row in tokens], dtype=torch.int64),
     )
 

@@ -10,6 +10,9 @@ target says *after* node i: it decides about the children of node i, and the rep
 refused child comes from that same row.
 """
 
+# pyright: reportUnknownMemberType=false
+# (torch's tolist and from_numpy are untyped)
+
 from __future__ import annotations
 
 import math
@@ -84,7 +87,7 @@ def coupled(tree: TokenTree, choices: Tensor | SequenceOf[SequenceOf[int]]) -> l
     """
     drawn = _lists(choices)
     outcomes: list[Outcome] = []
-    for b, (tokens, parents) in enumerate(_trees(tree)):
+    for b, (tokens, parents) in enumerate(tree.lists()):
         own, node = drawn[b], 0
         path: list[int] = []
         y = own[0]
@@ -103,7 +106,7 @@ def rejection(tree: TokenTree, p: Laws, coins: Tensor | Coins) -> list[Outcome]:
     (2401.15077), Sequoia (2402.12374). Exact.
     """
     thrown, outcomes = _lists(coins), list[Outcome]()
-    for b, (tokens, parents) in enumerate(_trees(tree)):
+    for b, (tokens, parents) in enumerate(tree.lists()):
         q = None if tree.probs is None else tree.probs[b]
         outcomes.append(_end(*rejection_path(tokens, parents, p[b], q, thrown[b]), thrown[b][0]))
     return outcomes
@@ -114,7 +117,7 @@ def block(tree: TokenTree, p: Laws, coins: Tensor | Coins) -> list[Outcome]:
     than `rejection`, which it falls back to where a tree branches or was not sampled (a one-hot
     draft has nothing to gain)."""
     thrown, outcomes = _lists(coins), list[Outcome]()
-    for b, (tokens, parents) in enumerate(_trees(tree)):
+    for b, (tokens, parents) in enumerate(tree.lists()):
         u = thrown[b]
         q = None if tree.probs is None else tree.probs[b]
         if q is None or parents != list(range(-1, len(parents) - 1)):
@@ -291,7 +294,7 @@ def _longest(
     tree: TokenTree, p: Laws, choices: Tensor | SequenceOf[SequenceOf[int]], accepted: _Accepts
 ) -> list[Outcome]:
     drawn, outcomes = _lists(choices), list[Outcome]()
-    for b, (tokens, parents) in enumerate(_trees(tree)):
+    for b, (tokens, parents) in enumerate(tree.lists()):
         score: dict[int, tuple[int, float]] = {0: (0, 0.0)}  # reached nodes: depth, log-likelihood
         rows: dict[int, Tensor | None] = {}
         for i in range(1, len(tokens)):
@@ -308,13 +311,6 @@ def _longest(
         y = drawn[b][best]
         outcomes.append(Outcome(path_to(parents, best), y, failed=y < 0))
     return outcomes
-
-
-def _trees(tree: TokenTree) -> list[tuple[list[int], list[int]]]:
-    sizes = cast(list[int], tree.sizes.tolist())
-    tokens = cast(list[list[int]], tree.tokens.tolist())
-    parents = cast(list[list[int]], tree.parents.tolist())
-    return [(t[:n], r[:n]) for t, r, n in zip(tokens, parents, sizes, strict=True)]
 
 
 def _lists(values: Tensor | SequenceOf[SequenceOf[_T]]) -> SequenceOf[SequenceOf[_T]]:
