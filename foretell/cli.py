@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -211,6 +212,8 @@ def _get(model: str) -> None:
 
     resolve(model)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    warnings.filterwarnings("ignore", "torch.quantize_per_tensor")  # nothing a user can act on
 
 
 def _fields(config: EngineConfig) -> dict[str, Any]:

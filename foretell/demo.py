@@ -49,7 +49,8 @@ class _Arm:
 def show(llm: LLM, speculation: SpeculationConfig, repeats: int, max_tokens: int = 192) -> bool:
     """Prints the answer once, both speeds (median of ``repeats`` alternating runs) and the
     acceptance length; True when every run gave the same tokens."""
-    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    # The closing fence ends the answer: small models chat on behind it.
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, stop="\n```")
     prompt = llm.chat_prompt([{"role": "user", "content": _PROMPT}])
     plain, speculative = _Arm("plain", False), _Arm(speculation.method, True)
     arms = [plain, speculative]
@@ -68,7 +69,7 @@ def show(llm: LLM, speculation: SpeculationConfig, repeats: int, max_tokens: int
         result.token_ids == answer.token_ids and result.text == answer.text for result in results
     )
     print(f"{_PROMPT}\n\n--- the answer of {llm.config.model}, {len(answer.token_ids)} tokens\n")
-    print(f"{answer.text}\n\n---")
+    print(f"{answer.text}\n```\n---")
     print(f"{plain.name:<14} {plain.speed:7.1f} tokens/s")
     print(
         f"{speculative.name:<14} {speculative.speed:7.1f} tokens/s   "
