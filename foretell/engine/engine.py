@@ -196,11 +196,10 @@ class Engine:
         sequence, outcome = item.sequence, choice.outcomes[i]
         assert outcome is not None
         start = sequence.num_computed + item.num_run
-        if outcome.failed:
-            self._finish(sequence, FinishReason.ERROR, choice.errors[i])
-            return
         tokens, parents = tree
-        new = [tokens[node] for node in outcome.path] + [outcome.next_token]
+        new = [tokens[node] for node in outcome.path]
+        if not outcome.failed:
+            new.append(outcome.next_token)
         shape = shape_of(sequence, self.end_ids)
         count = 0
         for count, token in enumerate(new, start=1):
@@ -211,8 +210,10 @@ class Engine:
             if reason := self._end(sequence, token, shape.stop_ids):
                 self._finish(sequence, reason)
                 break
+        if outcome.failed and not sequence.finished:  # a bad row behind an end never was
+            self._finish(sequence, FinishReason.ERROR, choice.errors[i])
         shape.history.extend(new[:count])
-        final = min(len(outcome.path), len(sequence.tokens) - 1 - start)
+        final = min(len(outcome.path), max(0, count - 1))
         sequence.num_computed = start + final
         moved = [(node, at) for at, node in enumerate(outcome.path[:final], 1) if node != at]
         if moved:
@@ -247,8 +248,9 @@ class Engine:
                 counts[position] += 1
         stats.num_passes += 1
         stats.num_tokens += emitted
-        stats.first_token = stats.first_token or now
-        stats.last_token = now
+        if emitted:
+            stats.first_token = stats.first_token or now
+            stats.last_token = now
         stats.token_times.extend([now] * emitted)
         self.metrics.drafted += len(checked)
         self.metrics.accepted += accepted
