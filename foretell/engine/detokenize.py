@@ -39,6 +39,7 @@ class Detokenizer:
         self.num_tokens = 0
         self._ids = list(prompt[-6:])
         self._prefix, self._read = 0, len(self._ids)
+        self._early = 0  # characters of the open piece that are text already
         self._stop_offset = 0
         self._hold = max((len(s) - 1 for s in self.stop), default=0)
         self.stopped = False
@@ -56,9 +57,12 @@ class Detokenizer:
         self.num_tokens += 1
         known = self.tokenizer.decode(self._ids[self._prefix : self._read])
         now = self.tokenizer.decode(self._ids[self._prefix :])
-        if not now.endswith("\ufffd") and len(now) > len(known):
-            self._extend(now[len(known) :])
-            self._prefix, self._read = self._read, len(self._ids)
+        whole = now.rstrip("\ufffd")  # what follows may be a character whose bytes are to come
+        if len(whole) > len(known) + self._early:
+            self._extend(whole[len(known) + self._early :])
+            self._early = len(whole) - len(known)
+        if len(whole) == len(now) > len(known):
+            self._prefix, self._read, self._early = self._read, len(self._ids), 0
         return self.stopped
 
     def finish(self) -> None:
@@ -67,8 +71,8 @@ class Detokenizer:
             return
         known = self.tokenizer.decode(self._ids[self._prefix : self._read])
         now = self.tokenizer.decode(self._ids[self._prefix :])
-        if len(now) > len(known):
-            self._extend(now[len(known) :])
+        if len(now) > len(known) + self._early:
+            self._extend(now[len(known) + self._early :])
         self.stopped = True
 
     def _extend(self, piece: str) -> None:

@@ -1,4 +1,4 @@
-"""Kind E of the faults seen in the field: penalties, bias, bans and minimum length on draft rows."""
+"""Kind E of the faults seen in the field: penalties, bias, bans and min_tokens on draft rows."""
 
 from __future__ import annotations
 
