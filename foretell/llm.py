@@ -175,13 +175,11 @@ class LLM:
     def close(self) -> None:
         """Drops what is in flight."""
         with self._lock:
-            for sequence in [
-                *self.engine.scheduler.running,
-                *self.engine.scheduler.waiting,
-            ]:
+            self.engine.drain()
+            scheduler = self.engine.scheduler
+            for sequence in [*scheduler.running, *scheduler.waiting]:
                 self.engine.abort(sequence.request_id)
-            if self.engine.has_work:
-                self.engine.step()
+            self.engine.drain()
 
     def __enter__(self) -> LLM:
         return self

@@ -57,12 +57,12 @@ class Engine:
             lookahead=drafter.needs.lookahead if drafter else 0,
         )
         self.scheduler = Scheduler(config, self.cache, self._forget, self._draft_limit)
-        self._added: deque[Sequence] = deque()
-        self._aborted: deque[str] = deque()
+        self._inbox: deque[Sequence | str] = deque()
+        """New sequences and ids to abort, in order: an abort concerns what came before it."""
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Safe from any thread."""
-        self._added.append(sequence)
+        self._inbox.append(sequence)
 
     def admit(self, ids: list[int], params: SamplingParams) -> None:
         """Refuses what could never be served, before anything is queued.
@@ -80,13 +80,11 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Ends a request's sequences before the next step. Safe from any thread."""
-        self._aborted.append(request_id)
+        self._inbox.append(request_id)
 
     @property
     def has_work(self) -> bool:
-        return bool(
-            self._added or self._aborted or self.scheduler.waiting or self.scheduler.running
-        )
+        return bool(self._inbox or self.scheduler.waiting or self.scheduler.running)
 
     def step(self) -> list[Sequence]:
         """One target pass.
@@ -138,13 +136,14 @@ class Engine:
 
     def drain(self) -> list[Sequence]:
         """Takes in new sequences and ends aborted ones, which it returns."""
-        while self._added:
-            self.scheduler.add(self._added.popleft())
         ended: list[Sequence] = []
-        while self._aborted:
-            request_id = self._aborted.popleft()
+        while self._inbox:
+            message = self._inbox.popleft()
+            if isinstance(message, Sequence):
+                self.scheduler.add(message)
+                continue
             for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
-                if sequence.request_id == request_id:
+                if sequence.request_id == message:
                     self._finish(sequence, FinishReason.ABORT)
                     self.scheduler.remove(sequence)
                     ended.append(sequence)
