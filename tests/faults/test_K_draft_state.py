@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -153,7 +154,7 @@ class Watcher(Bushy):
             commit.sequences, commit.starts, commit.tokens, strict=True
         ):
             own = seen.setdefault(sequence.request_id, {})
-            for i, (token, following) in enumerate(zip(tokens, tokens[1:], strict=False)):
+            for i, (token, following) in enumerate(pairwise(tokens)):
                 own[first + i] = (token, following, commit.features[at].clone())
                 at += 1
         assert at == len(commit.features)
