@@ -10,6 +10,7 @@ without it speculation changes texts wherever two tokens are nearly tied. Two wa
 
 from __future__ import annotations
 
+import warnings
 from typing import Protocol
 
 import torch
@@ -125,8 +126,11 @@ class Int8Linear:
         quantized, scale = quantize_int8(weight, rotated=True)
         quantized = F.pad(quantized, (0, 2))
         zeros = torch.zeros(len(scale), dtype=torch.int64)
-        make = torch.ops.aten._make_per_channel_quantized_tensor
-        tensor = make(quantized, scale.double(), zeros, 0)
+        with warnings.catch_warnings():  # torch means to move these operators, not to drop them
+            warnings.simplefilter("ignore")
+            tensor = torch._make_per_channel_quantized_tensor(  # pyright: ignore[reportPrivateImportUsage]
+                quantized, scale.double(), zeros, 0
+            )
         self._packed = torch.ops.quantized.linear_prepack(tensor, None)
         self.bias = bias
         self.out_features = len(scale)
