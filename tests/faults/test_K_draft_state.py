@@ -107,6 +107,7 @@ def test_K3_positions_are_places_in_the_text(answers):
         llm.engine.runtime.forward_target,
     )
     checked = {"draft": 0, "target": 0}
+    last: dict[int, int] = {}  # by slot, where the draft's rows ended
 
     def check(group: str, rows, k: int) -> None:
         texts = {s.slot: s.tokens for s in llm.engine.scheduler.running}
@@ -120,7 +121,11 @@ def test_K3_positions_are_places_in_the_text(answers):
             assert position == cell, "chains: each token has the cell of its place"
             assert position == at.get(slot, position - 1) + 1, "runs and chains have no gaps"
             assert position < len(text) + k
+            if group == "draft" and position >= len(text):
+                assert position in (len(text), last[slot] + 1), "drafts follow the root at once"
             at[slot] = position
+            if group == "draft":
+                last[slot] = position
             checked[group] += 1
 
     def draft(model, rows):
