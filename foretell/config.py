@@ -65,7 +65,7 @@ class SpeculationConfig:
         if text.strip().lower() in ("", "none", "off"):
             return None
         method, _, rest = text.strip().partition(":")
-        if re.match(r"[A-Za-z_]\w*(,|$)", rest):  # module:Class, options after a second colon
+        if re.match(r"[A-Z_]\w*(,|$)", rest):  # module:Class and its options
             name, _, rest = rest.partition(",")
             method = f"{method}:{name}"
         given: dict[str, str] = {}

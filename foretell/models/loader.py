@@ -153,7 +153,8 @@ def _layer(checkpoint: Checkpoint, config: ModelConfig, weights: Weights, i: int
         names = {f"{prefix}{block}.{name}_proj": size for name, size in outputs.items()}
         weight = [checkpoint.take(f"{n}.weight", size, inputs) for n, size in names.items()]
         bias = [checkpoint.take(f"{n}.bias", size) for n, size in names.items() if biased]
-        return make_linear(weights, join(weight), join(bias) if bias else None)
+        outliers = "down" in outputs  # its inputs are products of two numbers
+        return make_linear(weights, join(weight), join(bias) if bias else None, outliers=outliers)
 
     attention, mlp = "self_attn", "mlp"
     return Layer(

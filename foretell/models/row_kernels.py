@@ -54,6 +54,31 @@ def fit(x: Any, out: Any, scale: Any, stages: Any) -> None:
         target[width + 1] = np.float32(1.0)
 
 
+@njit(types.void(_ROWS, _ROWS, float32), **_FLAGS)
+def split(fitted: Any, out: Any, step: Any) -> None:
+    rows, width = fitted.shape[0], fitted.shape[1] - 2
+    per_step, finer = np.float32(1.0) / step, np.float32(2.0) / step
+    for row in range(rows):
+        source, coarse, fine = fitted[row], out[row], out[rows + row]
+        for d in range(width):
+            level = min(max(np.rint(source[d] * per_step), np.float32(-127.0)), np.float32(127.0))
+            coarse[d] = level * step
+            rest = (source[d] - coarse[d]) * finer
+            fine[d] = min(max(rest, np.float32(-1.0)), np.float32(1.0))
+        for target in (coarse, fine):
+            target[width] = np.float32(-1.0)
+            target[width + 1] = np.float32(1.0)
+
+
+@njit(types.void(_ROWS, float32), **_FLAGS)
+def join(y: Any, step: Any) -> None:
+    rows, half = y.shape[0] // 2, step * np.float32(0.5)
+    for row in range(rows):
+        coarse, fine = y[row], y[rows + row]
+        for d in range(coarse.shape[0]):
+            coarse[d] += fine[d] * half
+
+
 @njit(types.void(_ROWS, float32[::1]), **_FLAGS)
 def unfit(y: Any, scale: Any) -> None:
     for row in range(y.shape[0]):

@@ -2,7 +2,8 @@
 
 Two things make 8 bits enough for an activation: outliers are spread over other inputs by a
 Hadamard rotation, which the weights undergo too (QuaRot, Ashkboos et al. 2024, online rotation),
-and each row is divided by its own largest magnitude.
+and each row is divided by its own largest magnitude. Where that is not fine enough, a row becomes
+two: what 8 bits hold of it and what they leave out.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 _FEW = 32
+STEP = 2 / 255
+"""Between two levels of an 8-bit number from -1 to 1."""
 _STAGES = 6
 """Each stage halves what an outlier holds of a row's energy; the gain ends at about 64 inputs."""
 
@@ -58,6 +61,26 @@ def fit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     out, scale = torch.empty(rows, width + 2), torch.empty(rows)
     _kernels().fit(x.contiguous().numpy(), out.numpy(), scale.numpy(), stages(width))
     return out, scale
+
+
+def split_rows(fitted: Tensor) -> Tensor:
+    """Each row as two: the nearest of 255 levels, and the rest, magnified to -1 .. 1.
+
+    Args:
+        fitted: [M, K + 2] float32 from `fit_rows`.
+
+    Returns:
+        [2 * M, K + 2] float32, first all coarse rows, whose entries 8 bits hold exactly.
+    """
+    out = torch.empty(2 * len(fitted), fitted.shape[1])
+    _kernels().split(fitted.numpy(), out.numpy(), STEP)
+    return out
+
+
+def join_rows(y: Tensor) -> Tensor:
+    """Products of `split_rows`, [2 * M, N], added up again: [M, N]."""
+    _kernels().join(y.numpy(), STEP)
+    return y[: len(y) // 2]
 
 
 def unfit_rows(y: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:

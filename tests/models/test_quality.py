@@ -7,15 +7,12 @@ import torch
 
 from foretell.attention.cpu import CpuAttention
 from foretell.bench.workloads import default_workload
-from foretell.models.hub import is_cached
 from foretell.models.loader import load
 from tests.models.tiny import Cache
 
 
 @pytest.mark.slow
 def test_int8_perplexity_is_within_one_percent_of_bf16():
-    if not is_cached("smollm2"):
-        pytest.skip("needs the default model: foretell pull smollm2")
     text = "\n\n".join(turn for c in default_workload() for turn in c.turns)
     loss: dict[str, float] = {}
     for weights in ("bf16", "int8"):

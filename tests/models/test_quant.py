@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from foretell.models.quant import Int8Table, make_embedding, make_linear, quantize_int4
-from foretell.models.rows import fit_rows, rotate, stages, unfit_rows
+from foretell.models.rows import STEP, fit_rows, rotate, split_rows, stages, unfit_rows
 
 FORMATS = ["int8", "bf16", "f32", "int4"]
 SHAPES = [(576, 64), (1536, 48), (8960, 32), (96, 40), (50, 33), (7, 5)]
@@ -23,11 +23,13 @@ def operands(inputs: int, outputs: int, rows: int = 70):
     )
 
 
-@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize(
+    ("weights", "outliers"), [*((name, False) for name in FORMATS), ("int8", True)]
+)
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
-def test_rows_do_not_know_of_each_other(weights, inputs, outputs):
+def test_rows_do_not_know_of_each_other(weights, outliers, inputs, outputs):
     weight, bias, x = operands(inputs, outputs)
-    linear = make_linear(weights, weight, bias)
+    linear = make_linear(weights, weight, bias, outliers=outliers)
     alone = torch.cat([linear(row[None]) for row in x])
     for rows in range(71):
         assert torch.equal(linear(x[:rows]), alone[:rows])
@@ -60,6 +62,20 @@ def test_products_are_close(weights, limit):
     weight, bias, x = operands(576, 64)
     exact = x.double() @ weight.double().T + bias
     assert (make_linear(weights, weight, bias)(x) - exact).norm() / exact.norm() < limit
+
+
+def test_two_rows_of_8_bits_leave_only_the_error_of_the_weights():
+    weight, _, x = operands(1536, 64)
+    weight = (weight * 40).round().clamp(-127, 127)  # near what 8 bits hold
+    exact = x.double() @ weight.double().T
+    error = [
+        float((make_linear("int8", weight, outliers=fine)(x) - exact).norm() / exact.norm())
+        for fine in (False, True)
+    ]
+    parts = split_rows(fit_rows(x)[0])
+    coarse, fine = parts[: len(x), :1536], parts[len(x) :, :1536]
+    assert torch.allclose(coarse + fine * STEP / 2, fit_rows(x)[0][:, :1536], atol=1e-6)
+    assert error[1] < 0.8 * error[0]
 
 
 def test_an_outlier_does_not_cost_the_other_inputs_their_precision():
