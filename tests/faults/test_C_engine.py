@@ -184,7 +184,7 @@ def params(**changes) -> SamplingParams:
 
 
 def sample(
-    engine: LLM, asked: SamplingParams, count: int = 768
+    engine: LLM, asked: SamplingParams, count: int = 512
 ) -> list[tuple[list[int], list[bool]]]:
     """First tokens of many answers and whether each was the draft's. A round of 256 begins
     together, so that everybody drafts from the second token on, and is left when all have some."""
@@ -223,6 +223,8 @@ def test_the_rig_sees_a_shifted_law():
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.5])
 @pytest.mark.parametrize("scheme", DRAFTERS)
 def test_C1_law_of_the_target_for_sampled_and_for_certain_drafts(scheme, temperature, rule):
+    if rule == "block" and scheme != CHAIN:
+        pytest.skip("block is rejection for drafts that were not sampled")
     asked = params(temperature=temperature)
     check_law(first(sample(llm(f"{scheme},verification={rule}"), asked)), asked)
 
@@ -248,13 +250,13 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection", "block"])
-@pytest.mark.parametrize("scheme", [CHAIN, LIKELIEST, TREES[1]])
+@pytest.mark.parametrize("scheme", [CHAIN, TREES[1]])
 def test_C2_each_request_of_one_batch_has_its_own_law(scheme, rule):
     """Tokens outside it never come: `check_law` knows no cell for them."""
     engine = llm(f"{scheme},verification={rule}")
     asked = [params(max_tokens=6, **setting) for setting in SETTINGS]
     answers = [list[list[int]]() for _ in asked]
-    for seed in range(8):  # 256 answers a round, all kinds side by side
+    for seed in range(5):  # 256 answers a round, all kinds side by side
         each = [rigs.params(one, n=8, seed=10 * seed + j) for j in range(4) for one in asked]
         results = engine.generate([PROMPT] * len(each), each)
         assert sum(r.stats.accepted for r in results) > 0

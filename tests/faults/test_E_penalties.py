@@ -29,16 +29,21 @@ def plain(params: SamplingParams) -> list[list[int]]:
     return _PLAIN[key]
 
 
-@pytest.mark.parametrize("setting", STRONG, ids=str)
 @pytest.mark.parametrize("scheme", ALL)
-def test_E1_penalties_are_those_of_plain_decoding(scheme, setting):
-    params = tiny.greedy(max_tokens=128, **setting)
-    rigs.script(PROMPTS, plain(params))
-    engine = tiny.llm(scheme.format(k=6))
-    results = engine.generate(PROMPTS, params)
-    assert tiny.ids(results) == plain(params)
+def test_E1_penalties_are_those_of_plain_decoding(scheme):
+    """All settings side by side in one batch, each with prompts of its own."""
+    prompts = [[2 + i, *p] for i in range(len(STRONG)) for p in PROMPTS]
+    params = [tiny.greedy(max_tokens=128, **setting) for setting in STRONG for _ in PROMPTS]
+    if "E1" not in _PLAIN:
+        _PLAIN["E1"] = tiny.ids(rigs.plain(prompts, params))
+        _PLAIN["E1 off"] = tiny.ids(rigs.plain(prompts, tiny.greedy(max_tokens=128)))
+    rigs.script(prompts, _PLAIN["E1"])
+    results = tiny.llm(scheme.format(k=6), kv_memory="32MiB").generate(prompts, params)
+    assert tiny.ids(results) == _PLAIN["E1"]
     assert sum(result.stats.drafted for result in results) > 0
-    assert plain(params) != plain(tiny.greedy(max_tokens=128)), "the penalty shows nowhere"
+    for i, setting in enumerate(STRONG):
+        part = slice(i * len(PROMPTS), (i + 1) * len(PROMPTS))
+        assert _PLAIN["E1"][part] != _PLAIN["E1 off"][part], f"{setting} shows nowhere"
 
 
 def test_E1_plus_and_minus_two_differ():
@@ -66,28 +71,38 @@ def test_E1_counts_are_those_of_the_text_before_each_token(setting):
 @pytest.mark.parametrize("rule", ["coupled", "rejection", "block"])
 @pytest.mark.parametrize("scheme", ALL)
 def test_E2_every_token_obeys_every_processor(scheme, rule):
-    usual = [tiny.greedy(), tiny.sampled(), tiny.sampled(temperature=2.0)]
+    if rule != "coupled" and scheme not in (rigs.SELF[1], rigs.MIXED):
+        pytest.skip("covered by the others")
+    usual = [
+        tiny.greedy(max_tokens=24),
+        tiny.sampled(max_tokens=24),
+        tiny.sampled(temperature=2.0, max_tokens=24),
+    ]
     common = [t for answer in plain(usual[0]) for t in answer]
     often = max(set(common), key=common.count)
-    if rule != "coupled" and scheme not in (rigs.SELF[1], rigs.MIXED, rigs.LOOKUP):
-        pytest.skip("covered by the others")
-    rigs.script(PROMPTS, plain(usual[0]))  # drafts that know nothing of the ban
-    engine = tiny.llm(f"{scheme.format(k=6)},verification={rule}")
+    cases: list[tuple[SamplingParams, set[int]]] = []
     for base in usual:
-        banned = rigs.params(base, logit_bias={often: -100.0})
-        forced = rigs.params(base, logit_bias={37: 100.0}, max_tokens=20)
-        gone = rigs.params(base, bad_token_ids=[often])
-        only = rigs.params(base, allowed_token_ids=[4, 37, 50])
-        for params, legal in (
-            (banned, set(range(tiny.VOCAB)) - {often}),
-            (forced, {37}),
-            (gone, set(range(tiny.VOCAB)) - {often}),
-            (only, {4, 37, 50}),
-        ):
-            answers = tiny.ids(engine.generate(PROMPTS, params))
-            assert all(set(answer) <= legal for answer in answers)
-            if rule == "coupled":
-                assert answers == plain(params)
+        rest = set(range(tiny.VOCAB)) - {often}
+        cases += [
+            (rigs.params(base, logit_bias={often: -100.0}), rest),
+            (rigs.params(base, bad_token_ids=[often]), rest),
+            (rigs.params(base, logit_bias={37: 100.0}), {37}),
+            (rigs.params(base, allowed_token_ids=[4, 37, 50]), {4, 37, 50}),
+        ]
+    rigs.script(PROMPTS, plain(usual[0]))  # drafts that know nothing of the ban
+    engine = tiny.llm(f"{scheme.format(k=6)},verification={rule}", kv_memory="32MiB")
+    answers = tiny.ids(
+        engine.generate(
+            [prompt for _ in cases for prompt in PROMPTS],
+            [params for params, _ in cases for _ in PROMPTS],
+        )
+    )
+    assert engine.engine.metrics.drafted > 0
+    for i, (params, legal) in enumerate(cases):
+        own = answers[i * len(PROMPTS) : (i + 1) * len(PROMPTS)]
+        assert all(set(answer) <= legal for answer in own)
+        if rule == "coupled":
+            assert own == plain(params)
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection", "block"])
