@@ -15,7 +15,6 @@ import torch
 from foretell.config import EngineConfig, SpeculationConfig
 from foretell.engine.build import build_engine
 from foretell.engine.detokenize import Detokenizer
-from foretell.engine.engine import Engine
 from foretell.models.loader import LoadedModel
 from foretell.progress import progress_bar
 from foretell.sequence import FinishReason, Logprob, SamplingParams, Sequence, Stats

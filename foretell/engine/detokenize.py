@@ -52,7 +52,7 @@ class Detokenizer:
         return max(0, len(self.text) - self._hold)
 
     def push(self, token: int) -> bool:
-        """Takes the next token; True when a stop string is complete, and `text` is cut before it."""
+        """Takes the next token; True when a stop string is complete: `text` is cut before it."""
         self._ids.append(token)
         self.num_tokens += 1
         known = self.tokenizer.decode(self._ids[self._prefix : self._read])

@@ -183,7 +183,7 @@ class Engine:
             assert [tokens[0] for tokens, _ in tree.lists()] == ask.roots, "node 0 is the root"
             within = [count <= item.budget for count, item in zip(drafted, items, strict=True)]
             assert all(within), "more nodes than the budget"
-        except Exception as error:  # noqa: BLE001 - whatever a scheme may raise
+        except Exception as error:
             self._drafter_failed("propose", error)
             return plain
         return tree
@@ -293,7 +293,7 @@ class Engine:
         )
         try:
             self.drafter.observe(commit)
-        except Exception as error:  # noqa: BLE001 - whatever a scheme may raise
+        except Exception as error:
             self._drafter_failed("observe", error)
             for sequence in commit.sequences:  # out of sync for good: go on without drafts
                 sequence.speculate = False

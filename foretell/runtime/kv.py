@@ -92,7 +92,7 @@ class KVPool:
             ]
 
     def move(self, group: str, source: list[int], target: list[int]) -> None:
-        """Copies cells (physical) onto others in every layer of a group, all reads before writes."""
+        """Copies physical cells onto others in every layer of a group, all reads before writes."""
         size = self.page_size
         device = self.layers[group][0][0].device
         s = torch.tensor(source, dtype=torch.int64, device=device)

@@ -160,7 +160,7 @@ def sampled(
 
 
 def _best(scores: Tensor) -> list[int]:
-    """Argmax of rows, -1 where a row holds NaN or +inf (both win an argmax), or nothing but -inf."""
+    """Argmax of rows, -1 where a row holds NaN or +inf (both win), or nothing but -inf."""
     best = likeliest(scores)
     sound = scores.gather(-1, best[:, None])[:, 0].isfinite()
     return cast(list[int], best.masked_fill(~sound, -1).tolist())

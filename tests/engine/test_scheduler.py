@@ -73,7 +73,7 @@ def test_waiting_is_first_come_first_served():
 
 
 def test_the_youngest_is_preempted_and_comes_first_in_the_queue():
-    scheduler, cache, left = make(pages=6, seqs=3, rows=64)
+    scheduler, _, left = make(pages=6, seqs=3, rows=64)
     old, young = sequence("old", 9), sequence("young", 8)
     scheduler.add(old)
     scheduler.add(young)
@@ -81,7 +81,7 @@ def test_the_youngest_is_preempted_and_comes_first_in_the_queue():
     while not scheduler.num_preemptions:
         run(scheduler.schedule())
         scheduler.check()
-    assert young.slot == -1 and young.num_computed == 0 and not young.pages
+    assert (young.slot, young.num_computed, young.pages) == (-1, 0, [])
     assert young.stats.num_preemptions == 1
     assert left == [1]
     assert scheduler.waiting[0] is young
