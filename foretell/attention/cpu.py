@@ -12,7 +12,7 @@ from foretell.attention.base import Layout
 from foretell.attention.pool import in_shares
 from foretell.attention.rows import cache_bits
 
-_WORTH_A_THREAD = 3_000_000
+_WORTH_A_THREAD = 10_000_000
 """Multiply-adds from which a second thread pays for waking it (about 0.2 ms of work)."""
 _NO_WINDOW = 1 << 40
 

@@ -16,8 +16,8 @@ import numba
 import numpy as np
 from numba import float32, int32, int64, njit, types, uint16, uint32
 
-BLOCK = 32
-"""Keys reduced together. Changing it changes the last bits of every result."""
+from foretell.attention.micro import BLOCK, CHUNK, PAIRS, SLACK, step, transpose, widen
+
 TILE = 16
 """Rows that share a copied block. Changes no bits."""
 
@@ -33,6 +33,7 @@ def _can_cache() -> bool:
 
 
 FLAGS = {"nogil": True, "error_model": "numpy", "cache": _can_cache()}
+_step1, _step2, _step3, _step4 = (step(pairs) for pairs in (1, 2, 3, PAIRS))
 _LOG2E = np.float32(1.4426950408889634)
 _MAGIC = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to a whole number
 _LN2_HI = np.float32(0.693359375)
@@ -61,76 +62,18 @@ def exp(x: Any) -> Any:
     return np.float32(0.0) if x < np.float32(-87.0) else p
 
 
-@njit(fastmath={"reassoc", "contract", "nsz"}, **FLAGS)
-def _dot(a: Any, b: Any) -> Any:
-    total = np.float32(0.0)
-    for d in range(a.shape[0]):
-        total += a[d] * b[d]
-    return total
-
-
-@njit(fastmath={"contract"}, **FLAGS)
-def _add_values(o: Any, v: Any, p: Any, first: Any, end: Any) -> None:
-    """o [D] += p[first:end] @ v [BLOCK * D], keys in order."""
-    dim = o.shape[0]
-    j = first
-    while j + 4 <= end:
-        p0, p1, p2, p3 = p[j], p[j + 1], p[j + 2], p[j + 3]
-        v0, v1 = v[j * dim : (j + 1) * dim], v[(j + 1) * dim : (j + 2) * dim]
-        v2, v3 = v[(j + 2) * dim : (j + 3) * dim], v[(j + 3) * dim : (j + 4) * dim]
-        for d in range(dim):
-            o[d] = (((o[d] + p0 * v0[d]) + p1 * v1[d]) + p2 * v2[d]) + p3 * v3[d]
-        j += 4
-    while j < end:
-        p0, v0 = p[j], v[j * dim : (j + 1) * dim]
-        for d in range(dim):
-            o[d] += p0 * v0[d]
-        j += 1
-
-
-@njit(fastmath={"contract"}, **FLAGS)
-def _softmax_step(q: Any, k: Any, v: Any, o: Any, state: Any, s: Any, first: Any, end: Any) -> None:
-    """Takes keys first .. end - 1 of a block into one head's o [D] and (maximum, sum)."""
-    dim = q.shape[0]
-    for j in range(BLOCK):
-        s[j] = -np.inf
-    for j in range(first, end):
-        s[j] = _dot(q, k[j * dim : (j + 1) * dim])
-    top = s[BLOCK:]
-    for j in range(8):
-        a = max(s[j], s[j + 8])
-        b = max(s[j + 16], s[j + 24])
-        top[j] = max(a, b)
-    high = max(
-        max(max(top[0], top[1]), max(top[2], top[3])), max(max(top[4], top[5]), max(top[6], top[7]))
-    )
-    high = max(high, state[0])
-    for j in range(BLOCK):
-        s[j] = exp(s[j] - high)
-    for j in range(8):
-        top[j] = (s[j] + s[j + 8]) + (s[j + 16] + s[j + 24])
-    total = ((top[0] + top[1]) + (top[2] + top[3])) + ((top[4] + top[5]) + (top[6] + top[7]))
-    shrink = exp(state[0] - high)
-    state[0] = high
-    state[1] = state[1] * shrink + total
-    for d in range(dim):
-        o[d] *= shrink
-    _add_values(o, v, s, first, end)
-
-
 @njit(**FLAGS)
-def _copy_run(
-    cache: Any, bits: Any, table: Any, head: Any, first: Any, num: Any, at: Any, dim: Any, size: Any
-) -> None:
-    """Logical cells first .. first + num - 1 of a head to key `at` onwards of a block's bits."""
-    shift = np.uint32(32 - 8 * cache.itemsize)  # bfloat16 is the upper half of a float32
+def _find(
+    places: Any, table: Any, heads: Any, head: Any, first: Any, num: Any, at: Any, dim: Any,
+    size: Any,
+) -> None:  # fmt: skip
+    """Places in the cache of logical cells first .. first + num - 1, for key `at` onwards."""
     while num > 0:
-        page, offset = table[first // size], first % size
+        page, offset = np.int64(table[first // size]), first % size
         run = min(num, size - offset)
-        source = cache[page, head, offset * dim : (offset + run) * dim]
-        target = bits[at * dim : (at + run) * dim]
-        for x in range(run * dim):
-            target[x] = np.uint32(source[x]) << shift
+        start = ((page * heads + head) * size + offset) * dim
+        for x in range(run):
+            places[at + x] = start + x * dim
         first += run
         at += run
         num -= run
@@ -138,33 +81,70 @@ def _copy_run(
 
 @njit(**FLAGS)
 def _copy_block(
-    k_cache: Any,
-    v_cache: Any,
-    k_bits: Any,
-    v_bits: Any,
-    table: Any,
-    head: Any,
-    start: Any,
-    end: Any,
-    prefix: Any,
-    base: Any,
-    ancestors: Any,
-    dim: Any,
-    size: Any,
-) -> None:
-    """Keys start .. end - 1 of a row: of its prefix, then of its ancestors."""
-    num = max(0, min(end, prefix) - start)
-    if num > 0:
-        _copy_run(k_cache, k_bits, table, head, start, num, 0, dim, size)
-        _copy_run(v_cache, v_bits, table, head, start, num, 0, dim, size)
-    if end > prefix:
-        index = prefix
+    k_cache: Any, v_cache: Any, kt: Any, v: Any, scratch: Any, places: Any, table: Any,
+    head: Any, start: Any, end: Any, plain: Any, row: Any, ancestors: Any, dim: Any, size: Any,
+) -> None:  # fmt: skip
+    """Keys start .. end - 1 of a row: the first `plain` of its text are cells, then ancestors."""
+    heads = k_cache.shape[1]
+    num = max(0, min(end, plain) - start)
+    _find(places, table, heads, head, start, num, 0, dim, size)
+    if end > plain:
+        index, base = np.int64(row[0]), np.int64(row[1])
         for j in range(1, 64):
             if (ancestors >> np.uint64(j)) & np.uint64(1):
-                if start <= index < end:
-                    _copy_run(k_cache, k_bits, table, head, base + j, 1, index - start, dim, size)
-                    _copy_run(v_cache, v_bits, table, head, base + j, 1, index - start, dim, size)
+                if max(start, plain) <= index < end:
+                    _find(places, table, heads, head, base + j, 1, index - start, dim, size)
                 index += 1
+    for j in range(end - start, BLOCK):
+        places[j] = places[0]
+    if dim % CHUNK == 0:
+        transpose(k_cache, places, dim, kt)
+        widen(v_cache, places, dim, v)
+    else:  # the vectors' last items could lie past the cache's end
+        _copy(k_cache, places, dim, scratch)
+        transpose(scratch, places[BLOCK:], dim, kt)
+        _copy(v_cache, places, dim, scratch)
+        widen(scratch, places[BLOCK:], dim, v)
+
+
+@njit(**FLAGS)
+def _copy(cache: Any, places: Any, dim: Any, scratch: Any) -> None:
+    """A block's keys or values to scratch [BLOCK * D]; the new places follow the old."""
+    flat = cache.reshape(-1)
+    for j in range(BLOCK):
+        places[BLOCK + j] = j * dim
+        for d in range(dim):
+            scratch[j * dim + d] = flat[places[j] + d]
+
+
+@njit(**FLAGS)
+def _plain(row: Any, ancestors: Any) -> Any:
+    """How many of a row's first keys lie in cells 0, 1, 2, ...: its prefix, and the ancestors that
+    follow it without a gap, so that a chain of drafts is like a prompt."""
+    num = np.int64(row[0])
+    if row[1] + 1 == num:
+        j = np.uint64(1)
+        while j < np.uint64(64) and (ancestors >> j) & np.uint64(1):
+            num += 1
+            j += np.uint64(1)
+    return num
+
+
+@njit(**FLAGS)
+def _steps(
+    q: Any, kt: Any, v: Any, dim: Any, padded: Any, o: Any, state: Any, s: Any, pair: Any,
+    end_pair: Any, first: Any, end: Any,
+) -> None:  # fmt: skip
+    """Takes keys first .. end - 1 of a block into pairs pair .. end_pair - 1."""
+    while pair + 4 <= end_pair:
+        _step4(q, kt, v, dim, padded, o, state, s, pair, first, end)
+        pair += 4
+    if pair + 3 == end_pair:
+        _step3(q, kt, v, dim, padded, o, state, s, pair, first, end)
+    elif pair + 2 == end_pair:
+        _step2(q, kt, v, dim, padded, o, state, s, pair, first, end)
+    elif pair + 1 == end_pair:
+        _step1(q, kt, v, dim, padded, o, state, s, pair, first, end)
 
 
 def _attend(
@@ -186,66 +166,81 @@ def _attend(
     heads, dim = q.shape[1], q.shape[2]
     kv_heads = k_cache.shape[1]
     group = heads // kv_heads
-    k, v = np.empty(BLOCK * dim, np.float32), np.empty(BLOCK * dim, np.float32)
-    own_k, own_v = np.empty(BLOCK * dim, np.float32), np.empty(BLOCK * dim, np.float32)
-    qs = np.empty((TILE, group, dim), np.float32)
-    o = np.empty((TILE, group, dim), np.float32)
-    state = np.empty((TILE, group, 2), np.float32)
-    s = np.empty(BLOCK + 8, np.float32)
-    none = np.uint64(0)
+    padded = (dim + CHUNK - 1) // CHUNK * CHUNK
+    scratch = np.empty(BLOCK * dim + SLACK, k_cache.dtype)
+    places = np.empty(2 * BLOCK, np.int64)
+    v, own_v = np.empty(scratch.size, np.float32), np.empty(scratch.size, np.float32)
+    kt = np.empty(BLOCK * padded + SLACK, np.float32)
+    own_kt = np.empty(kt.size, np.float32)
+    qs = np.empty(TILE * group * dim, np.float32)
+    o = np.empty(TILE * group * padded, np.float32)
+    state = np.empty(TILE * group * 2, np.float32)
+    s = np.empty(PAIRS * BLOCK, np.float32)
+    begins, ends = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
+    plain = np.empty(TILE, np.int64)
     for item in range(share, tiles.shape[0] * kv_heads, shares):
         tile, head = item // kv_heads, item % kv_heads
-        first_row, end_row = tiles[tile, 0], tiles[tile, 1]
+        first_row, num = tiles[tile, 0], tiles[tile, 1] - tiles[tile, 0]
         pages = table[tiles[tile, 2]]
-        oldest, longest = np.int64(1 << 60), np.int64(0)
-        for row in range(first_row, end_row):
-            t = row - first_row
-            longest = max(longest, np.int64(rows[row, 2]))
-            oldest = min(oldest, max(np.int64(0), np.int64(rows[row, 3]) + 1 - window))
+        for t in range(num):
+            row = first_row + t
+            begins[t] = max(np.int64(0), np.int64(rows[row, 3]) + 1 - window)
+            ends[t] = rows[row, 2]
+            plain[t] = _plain(rows[row], ancestors[row])
             for g in range(group):
-                state[t, g, 0] = -np.inf
-                state[t, g, 1] = 0.0
+                pair = t * group + g
+                state[2 * pair] = -np.inf
+                state[2 * pair + 1] = 0.0
                 for d in range(dim):
-                    qs[t, g, d] = q[row, head * group + g, d] * scale
-                    o[t, g, d] = 0.0
-        for block in range(oldest // BLOCK, (longest + BLOCK - 1) // BLOCK):
+                    qs[pair * dim + d] = q[row, head * group + g, d] * scale
+        o[: num * group * padded] = 0.0
+        for block in range(begins[:num].min() // BLOCK, (ends[:num].max() + BLOCK - 1) // BLOCK):
             start = block * BLOCK
             shared = np.int64(0)
-            for row in range(first_row, end_row):
-                prefix = np.int64(rows[row, 0])
-                if min(np.int64(rows[row, 2]), start + BLOCK) <= prefix:
-                    shared = max(shared, min(np.int64(rows[row, 2]), start + BLOCK))
+            for t in range(num):
+                end = min(ends[t], start + BLOCK)
+                if end <= plain[t]:
+                    shared = max(shared, end)
             if shared > start:
                 _copy_block(
-                    k_cache, v_cache, k.view(np.uint32), v.view(np.uint32), pages, head,
-                    start, shared, shared, 0, none, dim, size,
+                    k_cache, v_cache, kt, v, scratch, places, pages, head, start, shared, shared,
+                    rows[first_row], ancestors[first_row], dim, size,
                 )  # fmt: skip
-            for row in range(first_row, end_row):
-                t = row - first_row
-                end = min(np.int64(rows[row, 2]), start + BLOCK)
-                begin = max(start, np.int64(rows[row, 3]) + 1 - window)
+            t = 0
+            while t < num:
+                end, begin = min(ends[t], start + BLOCK), max(start, begins[t])
+                first, t = t, t + 1
                 if begin >= end:
                     continue
-                block_k, block_v = k, v
-                if end > rows[row, 0]:
-                    block_k, block_v = own_k, own_v
+                if end > plain[first]:
+                    row = first_row + first
                     _copy_block(
-                        k_cache, v_cache, own_k.view(np.uint32), own_v.view(np.uint32), pages, head,
-                        start, end, np.int64(rows[row, 0]), np.int64(rows[row, 1]), ancestors[row],
-                        dim, size,
+                        k_cache, v_cache, own_kt, own_v, scratch, places, pages, head, start, end,
+                        plain[first], rows[row], ancestors[row], dim, size,
                     )  # fmt: skip
-                for g in range(group):
-                    _softmax_step(
-                        qs[t, g], block_k, block_v, o[t, g], state[t, g], s,
+                    _steps(
+                        qs, own_kt, own_v, dim, padded, o, state, s, first * group, t * group,
                         begin - start, end - start,
                     )  # fmt: skip
-        for row in range(first_row, end_row):
-            t = row - first_row
+                    continue
+                while (
+                    t < num
+                    and min(ends[t], start + BLOCK) == end
+                    and max(start, begins[t]) == begin
+                    and end <= plain[t]
+                ):
+                    t += 1
+                _steps(
+                    qs, kt, v, dim, padded, o, state, s, first * group, t * group,
+                    begin - start, end - start,
+                )  # fmt: skip
+        for t in range(num):
             for g in range(group):
-                total = state[t, g, 1]
+                pair = t * group + g
+                total = state[2 * pair + 1]
                 inverse = np.float32(1.0) / total if total != 0 else np.float32(0.0)
                 for d in range(dim):
-                    out[row, head * group + g, d] = o[t, g, d] * inverse
+                    out[first_row + t, head * group + g, d] = o[pair * padded + d] * inverse
 
 
 @njit(**FLAGS)

@@ -111,7 +111,7 @@ def one_row(layout: Layout, row: int) -> Layout:
     page_size=st.sampled_from([1, 4, 16]),
     kv_heads=st.integers(1, 3),
     group=st.sampled_from([1, 3, 4, 8]),
-    dim=st.sampled_from([8, 20, 64, 128]),
+    dim=st.sampled_from([8, 20, 33, 64, 80, 128]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     window=st.sampled_from([None, None, 1, 7, 32, 50]),
 )
@@ -165,8 +165,9 @@ def test_reference_is_dense_causal_attention() -> None:
 
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("group", "dim"), [(3, 64), (1, 20), (2, 96), (7, 33)])
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(
-    dtype: torch.dtype, window: int | None
+    group: int, dim: int, dtype: torch.dtype, window: int | None
 ) -> None:
     torch.manual_seed(1)
     rng = random.Random(1)
@@ -176,8 +177,8 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(
     step.tree(2, 77, random_parents(rng, 64))
     step.run(3, 13, 20)
     layout, num_pages = step.layout(rng)
-    k, v = caches(num_pages, 3, 16, 64, dtype)
-    q = torch.randn(layout.num_rows, 9, 64)
+    k, v = caches(num_pages, 3, 16, dim, dtype)
+    q = torch.randn(layout.num_rows, 3 * group, dim)
     together = compute(layout, q, k, v, window)
     for row in range(layout.num_rows):
         alone = compute(one_row(layout, row), q[row : row + 1], k, v, window)
@@ -303,6 +304,20 @@ def test_a_row_without_keys_gives_zeros() -> None:
         out = attention.run(q, k, v, scale=0.3)
         assert (out[1] == 0).all()
         assert (out[0] != 0).all()
+
+
+def test_a_tree_may_lie_apart_from_its_prefix() -> None:
+    torch.manual_seed(9)
+    step = Step(4)
+    step.tree(0, 40, [-1, 0, 1, 2, 2, 4])
+    layout, num_pages = step.layout(random.Random(9))
+    layout.prefix[:] = 30
+    k, v = caches(num_pages, 1, 4, 32, torch.float32)
+    q = torch.randn(6, 2, 32)
+    reference = ReferenceAttention()
+    reference.plan(layout)
+    want = reference.run(q, k, v, scale=0.3)
+    torch.testing.assert_close(compute(layout, q, k, v), want, rtol=1e-4, atol=3e-5)
 
 
 def test_long_texts_and_large_scores() -> None:
