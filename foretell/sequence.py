@@ -162,7 +162,7 @@ class Stats:
     num_tokens: int = 0
     num_passes: int = 0
     drafted: int = 0
-    """Draft tokens that the target checked."""
+    """Draft tokens that the target checked, those behind the answer's end left out."""
     accepted: int = 0
     """Draft tokens that became part of the answer."""
     drafted_by_position: list[int] = field(default_factory=list[int])

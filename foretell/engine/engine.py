@@ -232,9 +232,10 @@ class Engine:
         return FinishReason.LENGTH if self._tokens_left(sequence) <= 0 else None
 
     def _count(self, sequence: Sequence, depth: list[int], accepted: int, emitted: int) -> None:
-        """Statistics. Drafts behind an end were never checked, so they are not counted."""
+        """Statistics. What lies behind an end never existed, drafts included: so they are not
+        counted, and a target that drafts for itself reads exactly 1."""
         stats, now = sequence.stats, self.metrics.now()
-        checked = [d for d in depth[1:] if d <= emitted]
+        checked = [d for d in depth[1:] if d <= emitted or not sequence.finished]
         reached = max(checked, default=0)
         stats.drafted += len(checked)
         stats.accepted += accepted
