@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foretell.config import Weights
-from foretell.models.rows import fit_rows, join_rows, rotate, split_rows, stages, unfit_rows
+from foretell.models.rows import fit_rows, rotate, stages, unfit_rows
 
 _BLOCK = 16
 """Rows of every bf16 and f32 product. Part of the result's bits: other sizes round otherwise."""
@@ -145,12 +145,9 @@ class Int8Linear:
     def __call__(self, x: Tensor) -> Tensor:
         if not len(x):
             return x.new_empty(0, self.out_features)
-        fitted, scale = fit_rows(x)
-        if not self._fine:
-            out = _int8_product(fitted, self._packed, False)
-        else:
-            out = join_rows(_int8_product(split_rows(fitted), self._packed, False))
-        return unfit_rows(out, scale, self.bias)
+        fitted, scale = fit_rows(x, fine=self._fine)
+        out = _int8_product(fitted, self._packed, False)
+        return unfit_rows(out, scale, self.bias, fine=self._fine)
 
 
 class Int4Linear:

@@ -23,12 +23,24 @@ def butterfly(source: Any, out: Any, half: Any) -> None:
             differences[d] = low[d] - high[d]
 
 
-@njit(types.void(_ROWS, _ROWS, float32[::1], int64), **_FLAGS)
-def fit(x: Any, out: Any, scale: Any, stages: Any) -> None:
-    width = x.shape[1]
+@njit(types.void(float32[::1], float32[::1], float32), **_FLAGS)
+def split(coarse: Any, fine: Any, step: Any) -> None:
+    """A row within -1 .. 1 to whole multiples of `step`, in place, and the rest * 2 / step."""
+    per_step, finer = np.float32(1.0) / step, np.float32(2.0) / step
+    for d in range(coarse.shape[0]):
+        value = coarse[d]
+        level = min(max(np.rint(value * per_step), np.float32(-127.0)), np.float32(127.0))
+        coarse[d] = level * step
+        rest = (value - coarse[d]) * finer
+        fine[d] = min(max(rest, np.float32(-1.0)), np.float32(1.0))
+
+
+@njit(types.void(_ROWS, _ROWS, float32[::1], int64, float32), **_FLAGS)
+def fit(x: Any, out: Any, scale: Any, stages: Any, step: Any) -> None:
+    """See `rows.fit_rows`; twice as many rows in `out` as in `x` ask for fine ones."""
+    rows, width = x.shape
     one, other = np.empty(width, np.float32), np.empty(width, np.float32)
-    for row in range(x.shape[0]):
-        target = out[row]
+    for row in range(rows):
         one[:] = x[row]
         half = width
         for _ in range(stages):
@@ -41,6 +53,7 @@ def fit(x: Any, out: Any, scale: Any, stages: Any) -> None:
         for d in range(width):
             top = max(top, bits[d] & np.int32(0x7FFFFFFF))
         high = np.int32(top).view(np.float32)
+        target = out[row]
         if top >= np.int32(0x7F800000) or high < np.float32(1e-30):
             scale[row] = np.float32(np.nan) if top >= np.int32(0x7F800000) else np.float32(0.0)
             target[:width] = np.float32(0.0)
@@ -50,46 +63,26 @@ def fit(x: Any, out: Any, scale: Any, stages: Any) -> None:
             for d in range(width):
                 value = one[d] * inverse
                 target[d] = min(max(value, np.float32(-1.0)), np.float32(1.0))
-        target[width] = np.float32(-1.0)
-        target[width + 1] = np.float32(1.0)
+        if out.shape[0] > rows:
+            split(target[:width], out[rows + row], step)
+    for row in range(out.shape[0]):
+        out[row, width] = np.float32(-1.0)
+        out[row, width + 1] = np.float32(1.0)
 
 
-@njit(types.void(_ROWS, _ROWS, float32), **_FLAGS)
-def split(fitted: Any, out: Any, step: Any) -> None:
-    rows, width = fitted.shape[0], fitted.shape[1] - 2
-    per_step, finer = np.float32(1.0) / step, np.float32(2.0) / step
+@njit(types.void(_ROWS, float32[::1], float32[::1], float32), **_FLAGS)
+def unfit(y: Any, scale: Any, bias: Any, step: Any) -> None:
+    """See `rows.unfit_rows`; an empty `bias` is none."""
+    rows, half = scale.shape[0], step * np.float32(0.5)
     for row in range(rows):
-        source, coarse, fine = fitted[row], out[row], out[rows + row]
-        for d in range(width):
-            level = min(max(np.rint(source[d] * per_step), np.float32(-127.0)), np.float32(127.0))
-            coarse[d] = level * step
-            rest = (source[d] - coarse[d]) * finer
-            fine[d] = min(max(rest, np.float32(-1.0)), np.float32(1.0))
-        for target in (coarse, fine):
-            target[width] = np.float32(-1.0)
-            target[width + 1] = np.float32(1.0)
-
-
-@njit(types.void(_ROWS, float32), **_FLAGS)
-def join(y: Any, step: Any) -> None:
-    rows, half = y.shape[0] // 2, step * np.float32(0.5)
-    for row in range(rows):
-        coarse, fine = y[row], y[rows + row]
-        for d in range(coarse.shape[0]):
-            coarse[d] += fine[d] * half
-
-
-@njit(types.void(_ROWS, float32[::1]), **_FLAGS)
-def unfit(y: Any, scale: Any) -> None:
-    for row in range(y.shape[0]):
         target, by = y[row], scale[row]
-        for d in range(target.shape[0]):
-            target[d] *= by
-
-
-@njit(types.void(_ROWS, float32[::1], float32[::1]), **_FLAGS)
-def unfit_add(y: Any, scale: Any, bias: Any) -> None:
-    for row in range(y.shape[0]):
-        target, by = y[row], scale[row]
-        for d in range(target.shape[0]):
-            target[d] = target[d] * by + bias[d]
+        if y.shape[0] > rows:
+            fine = y[rows + row]
+            for d in range(target.shape[0]):
+                target[d] += fine[d] * half
+        if bias.shape[0]:
+            for d in range(target.shape[0]):
+                target[d] = target[d] * by + bias[d]
+        else:
+            for d in range(target.shape[0]):
+                target[d] *= by

@@ -8,12 +8,17 @@ two: what 8 bits hold of it and what they leave out.
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 
+_local = threading.local()
+_KEPT = 64
+_NONE = np.empty(0, np.float32)
 _FEW = 32
 STEP = 2 / 255
 """Between two levels of an 8-bit number from -1 to 1."""
@@ -47,52 +52,42 @@ def rotate(x: Tensor) -> Tensor:
     return x
 
 
-def fit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def fit_rows(x: Tensor, *, fine: bool = False) -> tuple[Tensor, Tensor]:
     """Rotates each row and divides it by its largest magnitude then.
 
     Args:
         x: [M, K] float32.
+        fine: each row as two: the nearest of 255 levels, which 8 bits hold exactly, and the rest,
+            magnified to -1 .. 1.
 
     Returns:
-        [M, K + 2] float32 within -1 .. 1, whose last two columns are -1 and 1, and the magnitudes
-        [M] float32: 0 where the row is zero, NaN (and the row zero) where it is not finite.
+        [M, K + 2] float32 within -1 .. 1 (with ``fine`` [2 * M, K + 2], all coarse rows first),
+        whose last two columns are -1 and 1, and the magnitudes [M] float32: 0 where the row is
+        zero, NaN (and the row zero) where it is not finite. Both are this thread's own and good
+        until its next call: in a decode step making them anew costs more than filling them.
     """
     rows, width = x.shape
-    out, scale = torch.empty(rows, width + 2), torch.empty(rows)
-    _kernels().fit(x.contiguous().numpy(), out.numpy(), scale.numpy(), stages(width))
+    buffers: dict[object, tuple[Tensor, Tensor, np.ndarray, np.ndarray]] = _local.__dict__
+    found = buffers.get((rows, width, fine))
+    if found is None:
+        if len(buffers) > _KEPT:
+            buffers.clear()
+        out, scale = torch.empty((1 + fine) * rows, width + 2), torch.empty(rows)
+        found = buffers[rows, width, fine] = out, scale, out.numpy(), scale.numpy()
+    out, scale, out_array, scale_array = found
+    _kernels().fit(x.contiguous().numpy(), out_array, scale_array, stages(width), STEP)
     return out, scale
 
 
-def split_rows(fitted: Tensor) -> Tensor:
-    """Each row as two: the nearest of 255 levels, and the rest, magnified to -1 .. 1.
+def unfit_rows(y: Tensor, scale: Tensor, bias: Tensor | None, *, fine: bool = False) -> Tensor:
+    """Products of `fit_rows`' rows, in place: y [M, N] * scale [M, 1] + bias [N]; with ``fine``
+    the two halves of y [2 * M, N] are added up first.
 
-    Args:
-        fitted: [M, K + 2] float32 from `fit_rows`.
-
-    Returns:
-        [2 * M, K + 2] float32, first all coarse rows, whose entries 8 bits hold exactly.
+    Few rows take a compiled loop, many torch with its threads: the same roundings each.
     """
-    out = torch.empty(2 * len(fitted), fitted.shape[1])
-    _kernels().split(fitted.numpy(), out.numpy(), STEP)
-    return out
-
-
-def join_rows(y: Tensor) -> Tensor:
-    """Products of `split_rows`, [2 * M, N], added up again: [M, N]."""
-    _kernels().join(y.numpy(), STEP)
-    return y[: len(y) // 2]
-
-
-def unfit_rows(y: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """y [M, N] * scale [M, 1] + bias [N], in place.
-
-    Few rows take a compiled loop, many torch with its threads: the same two roundings each.
-    """
-    if len(y) <= _FEW:
-        if bias is None:
-            _kernels().unfit(y.numpy(), scale.numpy())
-        else:
-            _kernels().unfit_add(y.numpy(), scale.numpy(), bias.numpy())
-        return y
+    rows = len(scale)
+    if fine or rows <= _FEW:
+        _kernels().unfit(y.numpy(), scale.numpy(), _NONE if bias is None else bias.numpy(), STEP)
+        return y[:rows] if fine else y
     y.mul_(scale[:, None])
     return y if bias is None else y.add_(bias)

@@ -29,38 +29,39 @@ def pack(rows: Rows, page_table: np.ndarray, page_size: int, device: torch.devic
         rows: what to run, cells still logical.
         page_table: [max_num_seqs, max_pages] int32, physical pages by slot.
     """
-    num_rows, num_outputs = len(rows), len(rows.outputs)
-    slots, row_seq = np.unique(np.asarray(rows.slots, dtype=np.int64), return_inverse=True)
-    cells = np.asarray(rows.cells, dtype=np.int64)
-    num_pages = int(cells.max()) // page_size + 1 if num_rows else 1
+    num_rows = len(rows)
+    slots = sorted(set(rows.slots))
+    place = {slot: at for at, slot in enumerate(slots)}
+    row_seq = [place[slot] for slot in rows.slots]
+    num_pages = max(rows.cells, default=0) // page_size + 1
     tables = page_table[slots, :num_pages]
+    cells = np.array(rows.cells, dtype=np.int32)
+    pages, offsets = np.divmod(cells, page_size)
+    cells = tables[row_seq, pages] * page_size + offsets
 
     # Ancestors come first: 64-bit words at an even offset.
-    sizes = [2 * num_rows, *([num_rows] * 6), num_outputs, tables.size]
-    ends = np.cumsum(sizes)
-    host = np.empty(int(ends[-1]), dtype=np.int32)
-    part = [host[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-    part[0].view(np.uint64)[:] = np.asarray(rows.ancestors, dtype=np.uint64)
-    part[1][:] = rows.tokens
-    part[2][:] = rows.positions
-    pages = tables[row_seq, cells // page_size]
-    part[3][:] = pages * page_size + cells % page_size
-    part[4][:] = row_seq
-    part[5][:] = rows.prefix
-    part[6][:] = rows.base
-    part[7][:] = rows.outputs
-    part[8].reshape(tables.shape)[:] = tables
-
+    host = np.concatenate(
+        [
+            np.array(rows.ancestors, dtype=np.uint64).view(np.int32),
+            np.array(
+                [*rows.tokens, *rows.positions, *row_seq, *rows.prefix, *rows.base, *rows.outputs],
+                dtype=np.int32,
+            ),
+            cells,
+            tables.ravel(),
+        ]
+    )
+    sizes = [2 * num_rows, *([num_rows] * 5), len(rows.outputs), num_rows, tables.size]
     buffer = torch.from_numpy(host).to(device)
-    view = [buffer[end - size : end] for size, end in zip(sizes, ends.tolist(), strict=True)]
+    ancestors, tokens, positions, seq, prefix, base, outputs, where, table = buffer.split(sizes)
     layout = Layout(
-        positions=view[2],
-        cells=view[3],
-        row_seq=view[4],
-        prefix=view[5],
-        ancestors=view[0].view(torch.int64),
-        base=view[6],
-        page_table=view[8].view(tables.shape),
+        positions=positions,
+        cells=where,
+        row_seq=seq,
+        prefix=prefix,
+        ancestors=ancestors.view(torch.int64),
+        base=base,
+        page_table=table.view(tables.shape),
         page_size=page_size,
     )
-    return Batch(buffer, view[1], view[7], layout)
+    return Batch(buffer, tokens, outputs, layout)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from foretell.models.quant import Int8Table, make_embedding, make_linear, quantize_int4
-from foretell.models.rows import STEP, fit_rows, rotate, split_rows, stages, unfit_rows
+from foretell.models.rows import STEP, fit_rows, rotate, stages, unfit_rows
 
 FORMATS = ["int8", "bf16", "f32", "int4"]
 SHAPES = [(576, 64), (1536, 48), (8960, 32), (96, 40), (50, 33), (7, 5)]
@@ -72,7 +72,7 @@ def test_two_rows_of_8_bits_leave_only_the_error_of_the_weights():
         float((make_linear("int8", weight, outliers=fine)(x) - exact).norm() / exact.norm())
         for fine in (False, True)
     ]
-    parts = split_rows(fit_rows(x)[0])
+    parts = fit_rows(x, fine=True)[0]
     coarse, fine = parts[: len(x), :1536], parts[len(x) :, :1536]
     assert torch.allclose(coarse + fine * STEP / 2, fit_rows(x)[0][:, :1536], atol=1e-6)
     assert error[1] < 0.8 * error[0]
