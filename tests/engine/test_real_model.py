@@ -10,7 +10,7 @@ from foretell.models.loader import LoadedModel, load
 from foretell.sequence import SamplingParams
 from tests.tiny import ids
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SCHEMES = [
     "prompt-lookup:k=8",
