@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,6 +13,7 @@ from foretell.attention.rows import cache_bits
 _WORTH_A_THREAD = 10_000_000
 """Multiply-adds from which a second thread pays for waking it (about 0.2 ms of work)."""
 _NO_WINDOW = 1 << 40
+_ANCESTORS = np.uint64(2**64 - 2)  # bit 0 is the root, which the prefix counts
 
 
 class CpuAttention:
@@ -37,16 +36,17 @@ class CpuAttention:
         """Cuts the rows into tiles: neighbours of one sequence, which share copied keys."""
         self._size = layout.page_size
         self._cells = layout.cells.numpy()
-        self._table = np.ascontiguousarray(layout.page_table.numpy())
-        self._ancestors = np.ascontiguousarray(layout.ancestors.numpy()).view(np.uint64)
-        rows = np.empty((layout.num_rows, 4), np.int32)
-        rows[:, 0] = layout.prefix.numpy()
+        table = np.ascontiguousarray(layout.page_table.numpy())
+        ancestors = np.ascontiguousarray(layout.ancestors.numpy()).view(np.uint64)
+        rows = np.empty((len(ancestors), 4), np.int32)
+        rows[:, 0] = prefix = layout.prefix.numpy()
         rows[:, 1] = layout.base.numpy()
-        rows[:, 2] = rows[:, 0] + np.bitwise_count(self._ancestors & np.uint64(2**64 - 2))
+        rows[:, 2] = ends = prefix + np.bitwise_count(ancestors & _ANCESTORS)
         rows[:, 3] = layout.positions.numpy()
-        self._rows = rows
-        self._tiles = _tiles(layout.row_seq.numpy(), self._kernels.TILE)
-        self._keys = int(rows[:, 2].sum())
+        tiles = _tiles(layout.row_seq.tolist(), self._kernels.TILE)
+        self._num_tiles, self._keys = len(tiles), sum(ends.tolist())
+        tiles = np.array(tiles, np.int32).reshape(-1, 3)  # [tiles, 3]
+        self._planned = (rows, ancestors, tiles, table, self._size)
 
     def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         """Stores k, v [R, Hkv, D] in the rows' cells; a row whose cell is negative stores none."""
@@ -64,29 +64,28 @@ class CpuAttention:
         window: int | None = None,
     ) -> Tensor:
         """See `Attention.run`. q [R, H, D] float32 may be a view of any strides."""
-        keys = cache_bits(k_cache)
+        keys, queries = cache_bits(k_cache), (q.detach() if q.requires_grad else q).numpy()
         kernel = self._kernels.attend(keys.itemsize)
-        out = torch.empty(q.shape)
+        rows, heads, dim = queries.shape
+        out = torch.empty(rows, heads, dim)  # not numpy's: a product's bits may hang on alignment
         arguments = (
-            q.detach().numpy(), out.numpy(), keys, cache_bits(v_cache), self._rows,
-            self._ancestors, self._tiles, self._table, self._size, window or _NO_WINDOW, scale,
+            queries, out.numpy(), keys, cache_bits(v_cache), *self._planned, window or _NO_WINDOW,
+            scale,
         )  # fmt: skip
-        shares = 1
-        if 2 * self._keys * q.shape[1] * q.shape[2] > _WORTH_A_THREAD:
+        if 2 * self._keys * heads * dim > _WORTH_A_THREAD:
             threads = self._threads or torch.get_num_threads()
-            shares = min(threads, len(self._tiles) * keys.shape[1])
-        in_shares(kernel, arguments, shares)
+            in_shares(kernel, arguments, min(threads, self._num_tiles * keys.shape[1]))
+        else:
+            kernel(*arguments, 0, 1)
         return out
 
 
-def _tiles(row_seq: np.ndarray[Any, Any], most: int) -> np.ndarray[Any, Any]:
-    """[tiles, 3] int32 first row, end row, sequence: runs of one sequence, at most `most` rows."""
-    ends = [*(np.flatnonzero(np.diff(row_seq)) + 1).tolist(), len(row_seq)]
+def _tiles(row_seq: list[int], most: int) -> list[tuple[int, int, int]]:
+    """First row, end row, sequence: runs of one sequence, at most `most` rows."""
     tiles: list[tuple[int, int, int]] = []
     start = 0
-    for end in ends:
-        while start < end:
-            stop = min(end, start + most)
-            tiles.append((start, stop, int(row_seq[start])))
-            start = stop
-    return np.array(tiles, np.int32).reshape(-1, 3)
+    for row in range(1, len(row_seq) + 1):
+        if row == len(row_seq) or row_seq[row] != row_seq[start] or row - start == most:
+            tiles.append((start, row, row_seq[start]))
+            start = row
+    return tiles

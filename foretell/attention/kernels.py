@@ -16,6 +16,7 @@ import numba
 import numpy as np
 from numba import float32, int32, int64, njit, types, uint16, uint32
 
+from foretell.attention.fetch import fetch
 from foretell.attention.micro import BLOCK, CHUNK, PAIRS, SLACK, step, transpose, widen
 
 TILE = 16
@@ -108,6 +109,20 @@ def _copy_block(
 
 
 @njit(**FLAGS)
+def _ask(
+    k_cache: Any, v_cache: Any, table: Any, head: Any, first: Any, end: Any, dim: Any, size: Any
+) -> None:
+    """Has cells first .. end - 1 of a head fetched, to be copied soon."""
+    while first < end:
+        page, offset = np.int64(table[first // size]), first % size
+        run = min(end - first, size - offset)
+        start = ((page * k_cache.shape[1] + head) * size + offset) * dim
+        fetch(k_cache, start, run * dim)
+        fetch(v_cache, start, run * dim)
+        first += run
+
+
+@njit(**FLAGS)
 def _copy(cache: Any, places: Any, dim: Any, scratch: Any) -> None:
     """A block's keys or values to scratch [BLOCK * D]; the new places follow the old."""
     flat = cache.reshape(-1)
@@ -194,7 +209,10 @@ def _attend(
                 for d in range(dim):
                     qs[pair * dim + d] = q[row, head * group + g, d] * scale
         o[: num * group * padded] = 0.0
-        for block in range(begins[:num].min() // BLOCK, (ends[:num].max() + BLOCK - 1) // BLOCK):
+        first_block = begins[:num].min() // BLOCK
+        end_block = (ends[:num].max() + BLOCK - 1) // BLOCK
+        cells = plain[:num].max()
+        for block in range(first_block, end_block):
             start = block * BLOCK
             shared = np.int64(0)
             for t in range(num):
@@ -206,6 +224,12 @@ def _attend(
                     k_cache, v_cache, kt, v, scratch, places, pages, head, start, shared, shared,
                     rows[first_row], ancestors[first_row], dim, size,
                 )  # fmt: skip
+            if block + 1 < end_block:
+                asked, ask = head, start + BLOCK
+            else:
+                asked, ask = head + shares, first_block * BLOCK
+            if asked < kv_heads:
+                _ask(k_cache, v_cache, pages, asked, ask, min(ask + BLOCK, cells), dim, size)
             t = 0
             while t < num:
                 end, begin = min(ends[t], start + BLOCK), max(start, begins[t])
