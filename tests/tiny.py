@@ -43,7 +43,9 @@ def write_model(
             prefix + "mlp.down_proj.weight": 2 * draw(hidden, inner),
         }
     path.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors"
+    )
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

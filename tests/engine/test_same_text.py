@@ -44,8 +44,7 @@ def plain(name: str, weights: str = "f32") -> list[list[int]]:
 
 def speculative(scheme: str, name: str, weights: str = "f32", **options):
     Scripted.answers = {
-        tuple(prompt): answer
-        for prompt, answer in zip(PROMPTS, plain(name, weights), strict=True)
+        tuple(prompt): answer for prompt, answer in zip(PROMPTS, plain(name, weights), strict=True)
     }
     Scripted.eos = (tiny.EOS,)
     return tiny.llm(scheme, weights, **options)
