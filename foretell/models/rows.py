@@ -16,7 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_local = threading.local()
+
+class _Kept(threading.local):
+    """Buffers of one thread, by (rows, width, fine): tensors and the same memory as arrays."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[
+            tuple[int, int, bool], tuple[Tensor, Tensor, np.ndarray, np.ndarray]
+        ] = {}
+
+
+_kept = _Kept()
 _KEPT = 64
 _NONE = np.empty(0, np.float32)
 _FEW = 32
@@ -67,7 +77,7 @@ def fit_rows(x: Tensor, *, fine: bool = False) -> tuple[Tensor, Tensor]:
         until its next call: in a decode step making them anew costs more than filling them.
     """
     rows, width = x.shape
-    buffers: dict[object, tuple[Tensor, Tensor, np.ndarray, np.ndarray]] = _local.__dict__
+    buffers = _kept.buffers
     found = buffers.get((rows, width, fine))
     if found is None:
         if len(buffers) > _KEPT:

@@ -1,6 +1,6 @@
 """Two real models of one family, draft and target, where there are such: K-quantised GGUF files.
 
-    FORETELL_TEST_PAIR=target.gguf:draft.gguf python -m pytest -m slow tests/engine/test_real_pair.py
+    FORETELL_TEST_PAIR=target.gguf:draft.gguf make slow
 
 For example Qwen2.5-Coder-1.5B-Instruct and -0.5B-Instruct in Q4_K_M.
 """
