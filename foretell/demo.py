@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from foretell.config import SpeculationConfig
 from foretell.llm import LLM, Result
-from foretell.sequence import SamplingParams
+from foretell.progress import progress_bar
+from foretell.sequence import FinishReason, SamplingParams
 
 _PROMPT = """\
 Here is a Python function:
@@ -47,35 +48,43 @@ class _Arm:
 
 
 def show(llm: LLM, speculation: SpeculationConfig, repeats: int, max_tokens: int = 192) -> bool:
-    """Prints the answer once, both speeds (median of ``repeats`` alternating runs) and the
+    """Prints the answer as it comes, both speeds (median of ``repeats`` alternating runs) and the
     acceptance length; True when every run gave the same tokens."""
     # The closing fence ends the answer: small models chat on behind it.
     params = SamplingParams(temperature=0, max_tokens=max_tokens, stop="\n```")
     prompt = llm.chat_prompt([{"role": "user", "content": _PROMPT}])
     plain, speculative = _Arm("plain", False), _Arm(speculation.method, True)
     arms = [plain, speculative]
-    for arm in arms:  # the first pass compiles and touches all weights
-        llm.generate(prompt, SamplingParams(temperature=0, max_tokens=8), speculate=arm.speculate)
-    for run in range(repeats):  # alternately: a machine that slows down does so for both
-        for arm in arms if run % 2 == 0 else arms[::-1]:
-            arm.results += llm.generate(prompt, params, speculate=arm.speculate)
-    results = plain.results + speculative.results
+    # The first answers are not timed (they compile and touch all weights): one is what is shown.
+    print(f"{_PROMPT}\n\n--- the answer of {llm.config.model}\n", flush=True)
+    shown = None
+    for delta in llm.stream(prompt, params, speculate=False):
+        print(delta.text, end="", flush=True)
+        shown = delta.result or shown
+    assert shown is not None
+    print("\n```\n---" if shown.finish_reason == FinishReason.STOP else "\n---", flush=True)
+    llm.generate(prompt, SamplingParams(temperature=0, max_tokens=8))
+    with progress_bar("timing", 2 * repeats, shown=sys.stderr.isatty()) as advance:
+        for run in range(repeats):  # alternately: a machine that slows down does so for both
+            for arm in arms if run % 2 == 0 else arms[::-1]:
+                arm.results += llm.generate(prompt, params, speculate=arm.speculate)
+                advance(1)
+    results = [shown, *plain.results, *speculative.results]
     for result in results:
         if result.error:
             print(f"foretell: {result.error}", file=sys.stderr)
             return False
-    answer, stats = plain.results[0], speculative.results[0].stats
+    stats = speculative.results[0].stats
     same = all(
-        result.token_ids == answer.token_ids and result.text == answer.text for result in results
+        result.token_ids == shown.token_ids and result.text == shown.text for result in results
     )
-    print(f"{_PROMPT}\n\n--- the answer of {llm.config.model}, {len(answer.token_ids)} tokens\n")
-    print(f"{answer.text}\n```\n---")
     print(f"{plain.name:<14} {plain.speed:7.1f} tokens/s")
     print(
         f"{speculative.name:<14} {speculative.speed:7.1f} tokens/s   "
         f"{speculative.speed / max(plain.speed, 1e-9):.2f}x   τ {stats.tau:.2f} tokens a pass, "
         f"{stats.accepted} of {stats.drafted} drafted tokens accepted"
     )
-    print(f"medians of {repeats} alternating runs each; tokens and text are ", end="")
-    print("identical" if same else "NOT identical: this is a bug, please report it")
+    print(f"{shown.stats.num_tokens} tokens, medians of {repeats} alternating runs; ", end="")
+    verdict = "identical" if same else "NOT identical: this is a bug, please report it"
+    print(f"tokens and text are {verdict}")
     return same
