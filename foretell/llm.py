@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from foretell.engine.build import build_engine
 from foretell.engine.detokenize import Detokenizer
 from foretell.models.loader import LoadedModel
 from foretell.progress import progress_bar
+from foretell.prompts import as_prompts, each_params, is_prompt, token_ids
 from foretell.sequence import FinishReason, Logprob, SamplingParams, Sequence, Stats
 
 Prompt = str | SequenceOf[int]
@@ -96,8 +98,11 @@ class LLM:
             self.tokenizer = self.target.tokenizer
         except ValueError as error:  # token ids in, token ids out
             self.tokenizer, self._no_tokenizer = None, str(error)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._stepping = False
         self._ids = itertools.count()
+        self._live: dict[str, object] = {}
+        """Requests in flight, by id, and who asked for them."""
 
     # ---- asking
 
@@ -123,8 +128,8 @@ class LLM:
         Raises:
             ValueError: a prompt or parameter cannot be served; nothing was started.
         """
-        many = _as_prompts(prompts)
-        each = _each(params, len(many))
+        many = as_prompts(prompts)
+        each = each_params(params, len(many))
         sequences = [
             sequence
             for prompt, own in zip(many, each, strict=True)
@@ -161,10 +166,11 @@ class LLM:
     ) -> Iterator[Delta]:
         """Answers one prompt or conversation and yields text as it comes.
 
-        Leaving the iterator early aborts the request and frees its pages.
+        Leaving the iterator early aborts the request and frees its pages. Two requests in flight
+        cannot have one request_id: the second raises ValueError at its first step.
         """
-        ids = self._encode(prompt) if _is_prompt(prompt) else self.chat_prompt(prompt)  # type: ignore[arg-type]
-        sequences = self._sequences(ids, params or SamplingParams(), speculate, request_id)
+        ids = self._encode(prompt) if is_prompt(prompt) else self.chat_prompt(prompt)  # type: ignore[arg-type]
+        sequences = self._sequences(ids, each_params(params, 1)[0], speculate, request_id)
         return self._stream(sequences)
 
     def abort(self, request_id: str) -> None:
@@ -199,7 +205,7 @@ class LLM:
             if self.tokenizer is None:
                 raise ValueError(f"{self._no_tokenizer}; give token ids")
             return self.tokenizer.encode(prompt)
-        return [int(token) for token in prompt]
+        return token_ids(prompt)
 
     def _sequences(
         self,
@@ -210,7 +216,9 @@ class LLM:
     ) -> list[Sequence]:
         """The n sequences of one request, checked but not queued."""
         self.engine.admit(ids, params)
-        request_id = request_id or f"request-{next(self._ids)}"
+        if request_id is None:
+            free = (f"request-{i}" for i in self._ids)
+            request_id = next(name for name in free if name not in self._live)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         out: list[Sequence] = []
         for index in range(params.n):
@@ -233,26 +241,20 @@ class LLM:
         return out
 
     def _run(self, sequences: list[Sequence], progress: bool) -> list[Result]:
-        try:
-            for sequence in sequences:
-                self.engine.add(sequence)
-            with progress_bar("answers", len(sequences), shown=progress) as advance:
-                done = 0
-                while done < len(sequences):
-                    self._step()
-                    now = sum(sequence.finished for sequence in sequences)
-                    advance(now - done)
-                    done = now
-        finally:
-            self._abort_unfinished(sequences)
+        bar = progress_bar("answers", len(sequences), shown=progress)
+        with self._flight(sequences), bar as advance:
+            done = 0
+            while done < len(sequences):
+                self._step()
+                now = sum(sequence.finished for sequence in sequences)
+                advance(now - done)
+                done = now
         return [self._result(sequence) for sequence in sequences]
 
     def _stream(self, sequences: list[Sequence]) -> Iterator[Delta]:
         shown = [(0, 0)] * len(sequences)
         ended = [False] * len(sequences)
-        try:
-            for sequence in sequences:
-                self.engine.add(sequence)
+        with self._flight(sequences):
             while not all(ended):
                 self._step()
                 for i, sequence in enumerate(sequences):
@@ -272,20 +274,44 @@ class LLM:
                     ended[i] = sequence.finished
                     if delta.text or delta.token_ids or delta.result:
                         yield delta
-        finally:
-            self._abort_unfinished(sequences)
 
     def _step(self) -> None:
         with self._lock, torch.inference_mode():
-            self.engine.step()
+            self._stepping = True
+            try:
+                self.engine.step()
+            finally:
+                self._stepping = False
+            self.engine.drain()  # aborts that came from within the step
 
-    def _abort_unfinished(self, sequences: list[Sequence]) -> None:
-        left = {s.request_id for s in sequences if not s.finished}
-        for request_id in left:
-            self.engine.abort(request_id)
-        if left:
-            with self._lock:
+    def _drain(self) -> None:
+        """Ends what was aborted. The garbage collector may close a forgotten stream in the middle
+        of a step, on the very thread that steps: then the step sees to it when it is over."""
+        with self._lock:
+            if not self._stepping:
                 self.engine.drain()
+
+    @contextmanager
+    def _flight(self, sequences: list[Sequence]) -> Generator[None]:
+        """Queues sequences, and aborts those that are unfinished in the end."""
+        ids = {s.request_id for s in sequences}
+        mine: set[str] = set()
+        try:
+            for name in ids:  # aborts go by id: two requests of one id would end each other
+                if self._live.setdefault(name, sequences) is not sequences:
+                    raise ValueError(f"request_id={name!r}: a request of that id is in flight")
+                mine.add(name)
+            for sequence in sequences:
+                self.engine.add(sequence)
+            yield
+        finally:
+            left = {s.request_id for s in sequences if not s.finished} & mine
+            for name in left:
+                self.engine.abort(name)
+            if left:
+                self._drain()
+            for name in mine:
+                del self._live[name]
 
     def _result(self, sequence: Sequence) -> Result:
         assert sequence.finish_reason is not None
@@ -305,25 +331,3 @@ class LLM:
             stats=replace(sequence.stats),
             error=sequence.error,
         )
-
-
-def _is_prompt(prompt: Any) -> bool:
-    return isinstance(prompt, str) or not prompt or not isinstance(prompt[0], dict)
-
-
-def _as_prompts(prompts: Any) -> list[Any]:
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
-        return [prompts]
-    return list(prompts)
-
-
-def _each(
-    params: SamplingParams | SequenceOf[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams()] * count
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise ValueError(f"{len(params)} sampling parameters for {count} prompts: give one or all")
-    return list(params)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 @contextmanager
 def progress_bar(label: str, total: int, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
     """Yields a function that advances the bar; the bar appears on stderr after two seconds."""
-    if not shown:
+    if not shown or not sys.stderr.isatty():
         yield lambda count: None
         return
     from rich.console import Console

@@ -7,11 +7,17 @@ the next draft tree hangs from.
 
 from __future__ import annotations
 
+import operator
 import time
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, cast
+
+MAX_ANSWERS = 4096
+"""Most answers of one request: each is a sequence in the queue."""
 
 
 class FinishReason(StrEnum):
@@ -21,6 +27,58 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+
+
+def whole(name: str, value: Any) -> int:
+    """An int of whatever is one: Python's, NumPy's, a tensor's.
+
+    Raises:
+        ValueError: it is something else, True and False included.
+    """
+    if not isinstance(value, bool):
+        with suppress(TypeError):
+            return operator.index(value)
+    raise ValueError(f"{name}={value!r}: must be a whole number")
+
+
+def _real(name: str, value: Any) -> float:
+    if not isinstance(value, bool | str | bytes):
+        with suppress(TypeError, ValueError, OverflowError):
+            return float(value)
+    raise ValueError(f"{name}={value!r}: must be a number")
+
+
+def _flag(name: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise ValueError(f"{name}={value!r}: must be True or False")
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else _items(name, value, "strings")
+    if all(isinstance(text, str) and text for text in texts):
+        return texts
+    raise ValueError(f"{name}={value!r}: must be non-empty strings")
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    return tuple(whole(name, token) for token in _items(name, value, "token ids"))
+
+
+def _bias(name: str, value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name}={value!r}: must be numbers by token id")
+    pairs = cast(Mapping[Any, Any], value).items()
+    return {whole(name, token): _real(name, bias) for token, bias in pairs}
+
+
+def _items(name: str, value: Any, what: str) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, str | bytes):
+        with suppress(TypeError):
+            return tuple(value)
+    raise ValueError(f"{name}={value!r}: must be a list of {what}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +129,9 @@ class SamplingParams:
     """How many answers."""
 
     def __post_init__(self) -> None:
-        for name in ("stop", "bad_token_ids", "stop_token_ids"):
-            value = getattr(self, name)
-            if name == "stop" and isinstance(value, str):
-                value = (value,)
-            object.__setattr__(self, name, tuple(value or ()))
-        if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        for name, kind in _KINDS.items():
+            if (value := getattr(self, name)) is not None or name not in _NONE_IS_LEGAL:
+                object.__setattr__(self, name, kind(name, value))
         checks: list[tuple[str, bool, str]] = [
             (
                 "temperature",
@@ -115,12 +169,7 @@ class SamplingParams:
                 self.prompt_logprobs is None or self.prompt_logprobs >= 0,
                 "0 or more, or None",
             ),
-            ("n", self.n >= 1, "1 or more"),
-            (
-                "stop",
-                all(isinstance(s, str) and s for s in self.stop),
-                "non-empty strings",
-            ),
+            ("n", 1 <= self.n <= MAX_ANSWERS, f"from 1 to {MAX_ANSWERS}"),
             (
                 "allowed_token_ids",
                 self.allowed_token_ids != (),
@@ -151,6 +200,24 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+
+# A wrong type would otherwise show up in the middle of a step, which other requests share.
+_KINDS: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(
+        ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"), _real
+    ),
+    "repetition_penalty": _real,
+    **dict.fromkeys(("top_k", "min_tokens", "n", "max_tokens", "seed"), whole),
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), whole),
+    **dict.fromkeys(("bad_token_ids", "stop_token_ids", "allowed_token_ids"), _token_ids),
+    "logit_bias": _bias,
+    "stop": _texts,
+    "ignore_eos": _flag,
+}
+_NONE_IS_LEGAL = {
+    *("max_tokens", "seed", "logprobs", "prompt_logprobs", "allowed_token_ids", "logit_bias"),
+}
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from contextlib import suppress
 
 import torch
 
@@ -116,18 +117,22 @@ class Engine:
                 self.end_ids,
                 self.threshold,
             )
-        with phase("commit"):
-            starts, trees = [item.sequence.num_computed for item in items], tree.lists()
-            for i, (item, span) in enumerate(zip(items, spans, strict=True)):
-                prompt_logprobs(item, span, output.logits)
-                if item.reaches_end:
-                    self._commit(item, trees[i], i, choice)
-                    news.append(item.sequence)
-                else:
-                    item.sequence.num_computed += item.num_run
-        with phase("observe"):
-            self._observe(items, spans, starts, choice, output.features)
-            self._retire(items)
+        try:
+            with phase("commit"):
+                starts, trees = [item.sequence.num_computed for item in items], tree.lists()
+                for i, (item, span) in enumerate(zip(items, spans, strict=True)):
+                    prompt_logprobs(item, span, output.logits)
+                    if item.reaches_end:
+                        self._commit(item, trees[i], i, choice)
+                        news.append(item.sequence)
+                    else:
+                        item.sequence.num_computed += item.num_run
+            with phase("observe"):
+                self._observe(items, spans, starts, choice, output.features)
+                self._retire(items)
+        except BaseException:  # Ctrl-C too: half-written sequences cannot go on
+            self._give_up(items)
+            raise
         self.metrics.num_steps += 1
         self.metrics.num_rows += len(rows)
         return news
@@ -222,7 +227,7 @@ class Engine:
                 [root + node for node, _ in moved],
                 [root + at for _, at in moved],
             )
-        self._count(sequence, depths(parents), min(count, len(outcome.path)), count)
+        self.metrics.count(sequence, depths(parents), min(count, len(outcome.path)), count)
 
     def _end(self, sequence: Sequence, token: int, ends: tuple[int, ...]) -> FinishReason | None:
         if token in ends:  # its text is not part of the answer
@@ -230,31 +235,6 @@ class Engine:
         if sequence.detokenizer and sequence.detokenizer.push(token):
             return FinishReason.STOP
         return FinishReason.LENGTH if self._tokens_left(sequence) <= 0 else None
-
-    def _count(self, sequence: Sequence, depth: list[int], accepted: int, emitted: int) -> None:
-        """Statistics. What lies behind an end never existed, drafts included: so they are not
-        counted, and a target that drafts for itself reads exactly 1."""
-        stats, now = sequence.stats, self.metrics.now()
-        checked = [d for d in depth[1:] if d <= emitted or not sequence.finished]
-        reached = max(checked, default=0)
-        stats.drafted += len(checked)
-        stats.accepted += accepted
-        for counts, number in (
-            (stats.drafted_by_position, reached),
-            (stats.accepted_by_position, accepted),
-        ):
-            counts.extend([0] * (reached - len(counts)))
-            for position in range(number):
-                counts[position] += 1
-        stats.num_passes += 1
-        stats.num_tokens += emitted
-        if emitted:
-            stats.first_token = stats.first_token or now
-            stats.last_token = now
-        stats.token_times.extend([now] * emitted)
-        self.metrics.drafted += len(checked)
-        self.metrics.accepted += accepted
-        self.metrics.emitted += emitted
 
     def _observe(
         self,
@@ -319,6 +299,13 @@ class Engine:
             sequence.detokenizer.finish()
         self.metrics.num_finished += 1
         self.metrics.num_failed += reason == FinishReason.ERROR
+
+    def _give_up(self, items: list[Item]) -> None:
+        for sequence in (item.sequence for item in items):
+            if not sequence.finished:
+                with suppress(Exception):  # it may be the tokenizer that failed
+                    self._finish(sequence, FinishReason.ERROR, "the step that made it failed")
+            self.scheduler.remove(sequence)
 
     def _forget(self, slots: list[int]) -> None:
         if self.drafter is not None:

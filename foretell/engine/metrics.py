@@ -7,6 +7,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from foretell.sequence import Sequence
+
 PHASES = (
     "schedule",
     "propose",
@@ -41,6 +43,37 @@ class Metrics:
             yield
         finally:
             self.phase_seconds[name] += time.perf_counter() - start
+
+    def count(self, sequence: Sequence, depth: list[int], accepted: int, emitted: int) -> None:
+        """Takes in one verified tree. What lies behind an end never existed, drafts included: so
+        they are not counted, and a target that drafts for itself reads exactly 1.
+
+        Args:
+            depth: of each of the tree's nodes, root first.
+            accepted: draft tokens that became part of the answer.
+            emitted: tokens that the answer grew by.
+        """
+        stats, now = sequence.stats, self.now()
+        checked = [d for d in depth[1:] if d <= emitted or not sequence.finished]
+        reached = max(checked, default=0)
+        stats.drafted += len(checked)
+        stats.accepted += accepted
+        for counts, number in (
+            (stats.drafted_by_position, reached),
+            (stats.accepted_by_position, accepted),
+        ):
+            counts.extend([0] * (reached - len(counts)))
+            for position in range(number):
+                counts[position] += 1
+        stats.num_passes += 1
+        stats.num_tokens += emitted
+        if emitted:
+            stats.first_token = stats.first_token or now
+            stats.last_token = now
+        stats.token_times.extend([now] * emitted)
+        self.drafted += len(checked)
+        self.accepted += accepted
+        self.emitted += emitted
 
     @staticmethod
     def now() -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence as SequenceOf
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -84,12 +85,9 @@ class KVPool:
         for name, group in groups.items():
             shape = (num_pages, group.num_kv_heads, page_size, group.head_dim)
             self.layers[name] = [
-                (
-                    torch.zeros(shape, dtype=group.dtype, device=device),  # [pages, Hkv, S, D]
-                    torch.zeros(shape, dtype=group.dtype, device=device),
-                )
+                (_zeros(shape, group.dtype, device), _zeros(shape, group.dtype, device))
                 for _ in range(group.num_layers)
-            ]
+            ]  # pairs of [pages, Hkv, S, D]
 
     def move(self, group: str, source: list[int], target: list[int]) -> None:
         """Copies physical cells onto others in every layer of a group, all reads before writes."""
@@ -100,3 +98,12 @@ class KVPool:
         for k, v in self.layers[group]:
             for cache in (k, v):
                 cache[t // size, :, t % size] = cache[s // size, :, s % size]  # [M, Hkv, D]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU memory that is taken page by page when it is first written: torch.zeros would touch
+    all of it at once."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    words = np.zeros(shape, dtype=np.dtype(f"u{dtype.itemsize}"))
+    return torch.from_numpy(words).view(dtype)

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "foretell"
 LAYERS = [
     {"progress", "config"},
     {"sequence"},
-    {"spec"},
+    {"spec", "prompts"},
     {"attention"},
     {"models"},
     {"drafters"},

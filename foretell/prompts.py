@@ -1,0 +1,70 @@
+"""What callers hand in as prompts and parameters, in every form it may have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+from foretell.sequence import SamplingParams, whole
+
+
+def is_prompt(prompt: Any) -> bool:
+    """A text or token ids, not messages of a conversation."""
+    prompt = _as_list(prompt)
+    return not prompt or not isinstance(prompt[0], dict)
+
+
+def as_prompts(prompts: Any) -> list[Any]:
+    """One or many as many. Arrays and tensors are lists of token ids, or of such lists."""
+    prompts = _as_list(prompts)
+    if isinstance(prompts, str):
+        return [prompts]
+    single = prompts and not isinstance(_as_list(prompts[0], strict=False), str | SequenceOf)
+    return [prompts] if single else prompts
+
+
+def token_ids(prompt: Any) -> list[int]:
+    """Ids as Python's ints, whatever they come as.
+
+    Raises:
+        ValueError: something in there is no whole number.
+    """
+    prompt = _as_list(prompt)
+    if prompt and isinstance(prompt[0], dict):
+        raise ValueError("these are messages, not prompts: use chat")
+    return [whole("prompt: token id", token) for token in prompt]
+
+
+def _as_list(value: Any, strict: bool = True) -> Any:
+    if hasattr(value, "tolist"):  # NumPy and torch
+        value = value.tolist()
+    if isinstance(value, str):
+        return value
+    if isinstance(value, SequenceOf) and not isinstance(value, bytes):
+        return list(value)
+    if strict:
+        raise ValueError(
+            f"prompt {value!r:.80}: must be a text or a list of token ids, or a list of those"
+        )
+    return value
+
+
+def each_params(
+    params: SamplingParams | SequenceOf[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    """One for each prompt.
+
+    Raises:
+        ValueError: not so many, or not SamplingParams.
+    """
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, SequenceOf) or not all(
+        isinstance(own, SamplingParams) for own in params
+    ):
+        raise ValueError(f"params={params!r:.80}: give SamplingParams, one for all or for each")
+    if len(params) != count:
+        raise ValueError(f"{len(params)} sampling parameters for {count} prompts: give one or all")
+    return list(params)
