@@ -37,6 +37,7 @@ format: .venv/.installed-dev
 	$(PYTHON) -m venv .venv
 
 .venv/.installed: pyproject.toml | .venv/bin/python
+	@echo "installing torch and the rest into .venv: a minute or more"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
 	@touch $@
 
