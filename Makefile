@@ -24,7 +24,7 @@ slow: .venv/.installed-dev
 check: .venv/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/pyright --project pyproject.toml
 	$(BIN)/python -m pytest tests/repo/test_imports.py
 
 format: .venv/.installed-dev

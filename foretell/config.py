@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import operator
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 Weights = Literal["int8", "bf16", "f32", "int4"]
 Verification = Literal["coupled", "rejection", "block", "typical", "threshold"]
 
 _ALIASES = {"bfloat16": "bf16", "float32": "f32", "fp32": "f32", "float": "f32"}
+MAX_THREADS = 1024
+"""OpenMP ends the process, without a word, where it cannot start as many as it was told."""
+
+
+def whole(name: str, value: Any) -> int:
+    """An int of whatever is one: Python's, NumPy's, a tensor's.
+
+    Raises:
+        ValueError: it is something else, True and False included.
+    """
+    if not isinstance(value, bool):
+        with suppress(TypeError):
+            return operator.index(value)
+    raise ValueError(f"{name}={value!r}: must be a whole number")
 
 
 def weight_format(text: str) -> Weights:
@@ -45,6 +61,9 @@ class SpeculationConfig:
     """The scheme's own options, as written."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "k", whole("speculation k", self.k))
+        if not isinstance(self.threshold, int | float):
+            raise ValueError(f"threshold={self.threshold!r}: must be a number")
         if not 1 <= self.k <= 63:
             raise ValueError(f"speculation k={self.k}: must be from 1 to 63")
         if self.verification not in get_args(Verification):
@@ -120,13 +139,19 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", weight_format(self.weights))
+        for name in ("max_model_len", "threads"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, whole(name, value))
         for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
+            object.__setattr__(self, name, whole(name, getattr(self, name)))
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len={self.max_model_len}: must be at least 2")
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"threads={self.threads}: must be at least 1")
+        if self.threads is not None and not 1 <= self.threads <= MAX_THREADS:
+            raise ValueError(f"threads={self.threads}: must be from 1 to {MAX_THREADS}")
+        if not isinstance(self.prefix_caching, bool):
+            raise ValueError(f"prefix_caching={self.prefix_caching!r}: must be True or False")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
@@ -151,7 +176,7 @@ def parse_memory(text: str) -> float | int:
     Raises:
         ValueError: neither.
     """
-    match = re.fullmatch(r"([\d.]+)\s*([kmgt]?i?b?)", text.strip().lower())
+    match = re.fullmatch(r"([\d.]+)\s*([kmgt]?i?b?)", str(text).strip().lower())
     try:
         number = float(match[1]) if match else -1.0
     except ValueError:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
-from foretell.sequence import SamplingParams, whole
+from foretell.config import whole
+from foretell.sequence import SamplingParams
 
 
 def is_prompt(prompt: Any) -> bool:

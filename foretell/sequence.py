@@ -7,7 +7,6 @@ the next draft tree hangs from.
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -15,6 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, cast
+
+from foretell.config import whole
 
 MAX_ANSWERS = 4096
 """Most answers of one request: each is a sequence in the queue."""
@@ -27,18 +28,6 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
-
-
-def whole(name: str, value: Any) -> int:
-    """An int of whatever is one: Python's, NumPy's, a tensor's.
-
-    Raises:
-        ValueError: it is something else, True and False included.
-    """
-    if not isinstance(value, bool):
-        with suppress(TypeError):
-            return operator.index(value)
-    raise ValueError(f"{name}={value!r}: must be a whole number")
 
 
 def _real(name: str, value: Any) -> float:

@@ -89,8 +89,10 @@ class Safetensors:
         index = path / "model.safetensors.index.json"
         named: set[str] = set()
         if index.exists():
-            named = set(read_json(index).get("weight_map", {}))
-            shards = sorted(set(read_json(index).get("weight_map", {}).values()))
+            places = read_json(index).get("weight_map", {})
+            if not isinstance(places, dict) or not all(isinstance(v, str) for v in places.values()):
+                raise ValueError(f"{index}: weight_map must give each tensor a file name")
+            named, shards = set(places), sorted(set(places.values()))
             files = [path / shard for shard in shards]
         elif (path / "model.safetensors").exists():
             files = [path / "model.safetensors"]
@@ -132,14 +134,17 @@ class Safetensors:
 def read_json(path: Path) -> dict[str, Any]:
     """
     Raises:
-        ValueError: the file is missing or not JSON.
+        ValueError: the file is missing or not a JSON object.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        settings = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
     except (ValueError, OSError) as error:
         raise ValueError(f"{path} cannot be read ({error})") from None
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path}: must be a JSON object, not {type(settings).__name__}")
+    return settings
 
 
 def join(parts: list[Tensor]) -> Tensor:

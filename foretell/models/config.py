@@ -56,10 +56,19 @@ class ModelConfig:
             "intermediate_size",
             "num_layers",
             "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "max_position_embeddings",
         ):
+            if type(getattr(self, name)) is not int:
+                raise ValueError(f"model config: {name}={getattr(self, name)!r}: a whole number")
             if getattr(self, name) < 1:
                 raise ValueError(f"model config: {name}={getattr(self, name)} must be at least 1")
-        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+        if not isinstance(self.rms_norm_eps, int | float) or self.rms_norm_eps < 0:
+            raise ValueError(f"model config: rms_norm_eps={self.rms_norm_eps!r}: 0 or more")
+        if self.rope_theta <= 0:
+            raise ValueError(f"model config: rope_theta={self.rope_theta!r}: above 0")
+        if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"model config: {self.num_heads} heads cannot share {self.num_kv_heads} KV heads"
             )

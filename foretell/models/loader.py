@@ -87,9 +87,13 @@ def open_source(path: Path) -> tuple[Source, ModelConfig]:
         config = ModelConfig.from_hf(settings)
     except KeyError as error:
         raise ValueError(f"{path / 'config.json'} lacks {error}") from None
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{path / 'config.json'}: a value of another type ({error})") from None
     generation = path / "generation_config.json"
     ends = read_json(generation).get("eos_token_id") if generation.exists() else None
     ends = ends if isinstance(ends, list) else [ends] if ends is not None else []
+    if not all(type(end) is int for end in (*config.eos_token_ids, *ends)):
+        raise ValueError(f"{path}: eos_token_id must be a token id or a list of them")
     ids = tuple(dict.fromkeys([*config.eos_token_ids, *ends]))
     return Safetensors(path), replace(config, eos_token_ids=ids)
 

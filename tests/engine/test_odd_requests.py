@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from foretell.config import EngineConfig, SpeculationConfig
 from foretell.sequence import SamplingParams
 from tests import tiny
 
@@ -149,3 +150,27 @@ def test_own_ids_keep_clear_of_the_engines():
         next(stream)
     assert len(engine.generate([[3, 4]] * 3, SHORT)) == 3
     assert all(list(stream)[-1].result.finish_reason == "length" for stream in streams)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("threads", 10**6),
+        ("threads", "2"),
+        ("page_size", True),
+        ("page_size", 2.5),
+        ("max_num_seqs", "4"),
+        ("max_num_seqs", None),
+        ("max_model_len", 64.5),
+        ("prefix_caching", "no"),
+    ],
+)
+def test_engine_options_are_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=name):
+        EngineConfig(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [("k", "5"), ("k", True), ("threshold", "x")])
+def test_speculation_options_are_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=name):
+        SpeculationConfig(method="prompt-lookup", **{name: value})
