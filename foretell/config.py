@@ -157,6 +157,11 @@ class EngineConfig:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
                 f"max_num_seqs={self.max_num_seqs}: every running sequence needs a row"
             )
+        if not isinstance(self.speculation, SpeculationConfig | None):
+            raise ValueError(
+                f"speculation={self.speculation!r}: a SpeculationConfig, its short form such as "
+                "prompt-lookup:k=8, or None"
+            )
         k = self.speculation.k if self.speculation else 0
         if k and self.max_num_batched_tokens < k + 1:
             raise ValueError(

@@ -163,6 +163,7 @@ def test_own_ids_keep_clear_of_the_engines():
         ("max_num_seqs", None),
         ("max_model_len", 64.5),
         ("prefix_caching", "no"),
+        ("speculation", 5),
     ],
 )
 def test_engine_options_are_refused_by_name(name, value):
@@ -174,3 +175,9 @@ def test_engine_options_are_refused_by_name(name, value):
 def test_speculation_options_are_refused_by_name(name, value):
     with pytest.raises(ValueError, match=name):
         SpeculationConfig(method="prompt-lookup", **{name: value})
+
+
+@pytest.mark.parametrize("method", ["..:X", ".:X", ":", "no.such:Thing", "json:JSONDecoder"])
+def test_methods_that_name_no_drafter_are_refused(method):
+    with pytest.raises(ValueError, match="speculation method"):
+        tiny.llm(method)
