@@ -22,7 +22,8 @@ def find(method: str) -> type[Drafter]:
         ValueError: there is none; the message lists the names that exist.
     """
     module_name, colon, class_name = method.partition(":")
-    if module_name.startswith(".") or not colon and method.replace("_", "-") not in schemes():
+    known = colon or method.replace("_", "-") in schemes()
+    if module_name.startswith(".") or not known:
         raise ValueError(
             f"speculation method {method!r} is unknown: choose one of {', '.join(schemes())}, "
             "or name your own as module:Class"
