@@ -2,5 +2,10 @@
 OpenMP's spinning workers make two busy processes on two cores many times slower."""
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell's background job starts with SIGINT ignored, and so would the programs that tests start
+# and then interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
