@@ -87,8 +87,8 @@ def open_source(path: Path) -> tuple[Source, ModelConfig]:
         config = ModelConfig.from_hf(settings)
     except KeyError as error:
         raise ValueError(f"{path / 'config.json'} lacks {error}") from None
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"{path / 'config.json'}: a value of another type ({error})") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path / 'config.json'}: {error}") from None
     generation = path / "generation_config.json"
     ends = read_json(generation).get("eos_token_id") if generation.exists() else None
     ends = ends if isinstance(ends, list) else [ends] if ends is not None else []
