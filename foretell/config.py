@@ -61,6 +61,8 @@ class SpeculationConfig:
     """The scheme's own options, as written."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.method, str) or not self.method:
+            raise ValueError(f"speculation method={self.method!r}: must be a scheme's name")
         object.__setattr__(self, "k", whole("speculation k", self.k))
         if not isinstance(self.threshold, int | float):
             raise ValueError(f"threshold={self.threshold!r}: must be a number")
@@ -95,7 +97,10 @@ class SpeculationConfig:
                     f"speculation {text!r}: {part!r} is not name=value; "
                     "write for example prompt-lookup:k=8"
                 )
-            given[name.strip().replace("-", "_")] = value.strip()
+            name = name.strip().replace("-", "_")
+            if name in given:
+                raise ValueError(f"speculation {text!r}: {name} is given twice")
+            given[name] = value.strip()
         try:
             return cls(
                 method=method,

@@ -181,3 +181,10 @@ def test_speculation_options_are_refused_by_name(name, value):
 def test_methods_that_name_no_drafter_are_refused(method):
     with pytest.raises(ValueError, match="speculation method"):
         tiny.llm(method)
+
+
+def test_a_scheme_without_a_name_or_an_option_given_twice_is_refused():
+    with pytest.raises(ValueError, match="must be a scheme's name"):
+        SpeculationConfig(method=None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="k is given twice"):
+        SpeculationConfig.parse("prompt-lookup:k=5,k=6")
