@@ -1,8 +1,5 @@
 """Attention's arithmetic as vector code: a block of `BLOCK` keys against a few (row, head) pairs.
 
-Written in LLVM's portable vector types, which its back ends cut to the machine's registers, since
-loops over arrays reach a quarter of the speed: their sums go through memory.
-
 Legend: a pair is one query head of one row, and has a query [D], a sum of values o [Dp] and a
 (maximum, sum) of its softmax; Dp is D rounded up to `CHUNK`. kt [Dp, BLOCK] holds a block's keys
 transposed, v [BLOCK, D] its values; arrays are passed flat. Where D is no multiple of `CHUNK`,
@@ -16,13 +13,26 @@ the same bits. Numba's cache does not see this file: touch kernels.py after a ch
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
+
+from foretell.attention.code import (
+    FLOATS,
+    HALVES,
+    I32,
+    I64,
+    LANES,
+    WORDS,
+    Code,
+    floats,
+    integer,
+    unpack,
+    words,
+)
 
 BLOCK = 32
 """Keys reduced together. Changing it changes the last bits of every result."""
@@ -32,141 +42,27 @@ SLACK = 64
 PAIRS = 4
 """Most pairs of one step: 8 sums at once hide the latency of a multiply-add."""
 
-_LANES = 16
-_I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
-_HALVES = ir.VectorType(ir.IntType(16), _LANES)
-_FLOATS, _WORDS = ir.VectorType(_F32, _LANES), ir.VectorType(_I32, _LANES)
-
-
-def _floats(value: float) -> ir.Constant:
-    return ir.Constant(_FLOATS, [float(np.float32(value))] * _LANES)
-
-
-def _words(value: int | Sequence[int]) -> ir.Constant:
-    return ir.Constant(_WORDS, [value] * _LANES if isinstance(value, int) else list(value))
-
-
-def _int(value: int) -> ir.Constant:
-    return ir.Constant(_I64, value)
-
-
-def _unpack(context: Any, builder: Any, signature: Any, arguments: Any) -> list[Any]:
-    """The arguments, with a pointer to its items for an array."""
-    return [
-        context.make_array(kind)(context, builder, value).data
-        if isinstance(kind, types.Array)
-        else value
-        for kind, value in zip(signature.args, arguments, strict=True)
-    ]
-
-
-class _Code:
-    """The few operations used below, on one builder."""
-
-    def __init__(self, builder: ir.IRBuilder) -> None:
-        self.b = builder
-
-    def at(self, data: Any, *offset: Any) -> Any:
-        """Pointer to the sum of the offsets, in items of `data`."""
-        for part in offset:
-            data = self.b.gep(data, [part if isinstance(part, ir.Value) else _int(part)])
-        return data
-
-    def load(self, pointer: Any, kind: Any = _FLOATS) -> Any:
-        return self.b.load(self.b.bitcast(pointer, kind.as_pointer()), align=2, typ=kind)
-
-    def store(self, value: Any, pointer: Any) -> None:
-        self.b.store(value, self.b.bitcast(pointer, value.type.as_pointer()), align=4)
-
-    def scalar(self, pointer: Any) -> Any:
-        return self.b.load(pointer, align=4, typ=_F32)
-
-    def spread(self, value: Any) -> Any:
-        """A scalar in all lanes."""
-        kind = ir.VectorType(value.type, _LANES)
-        nothing = ir.Constant(kind, ir.Undefined)
-        first = self.b.insert_element(nothing, value, ir.Constant(_I32, 0))
-        return self.b.shuffle_vector(first, nothing, _words(0))
-
-    def fma(self, x: Any, y: Any, z: Any) -> Any:
-        module, name = self.b.module, "llvm.fma.v16f32"
-        kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
-        function = module.globals.get(name) or ir.Function(module, kind, name)
-        return self.b.call(function, [x, y, z])
-
-    def loop(
-        self, first: Any, end: Any, by: int, carried: list[Any], body: Callable[..., list[Any]]
-    ) -> list[Any]:
-        """carried = body(i, carried) for i = first, first + by, ... below end; at least once."""
-        before, inside = self.b.block, self.b.append_basic_block("loop")
-        after = self.b.append_basic_block("after")
-        self.b.branch(inside)
-        self.b.position_at_end(inside)
-        index = self.b.phi(_I64)
-        index.add_incoming(first, before)
-        values = [self.b.phi(value.type) for value in carried]
-        for phi, value in zip(values, carried, strict=True):
-            phi.add_incoming(value, before)
-        results = body(index, values)
-        following = self.b.add(index, _int(by))
-        index.add_incoming(following, self.b.block)
-        for phi, value in zip(values, results, strict=True):
-            phi.add_incoming(value, self.b.block)
-        self.b.cbranch(self.b.icmp_signed("<", following, end), inside, after)
-        self.b.position_at_end(after)
-        return results
-
-    def fold(self, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
-        """All lanes combined, in all lanes: halves, then quarters."""
-        for step in (8, 4, 2, 1):
-            turned = _words([lane ^ step for lane in range(_LANES)])
-            vector = combine(vector, self.b.shuffle_vector(vector, vector, turned))
-        return vector
-
-    def larger(self, x: Any, y: Any) -> Any:
-        return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
-
-    def exp(self, x: Any) -> Any:
-        """As `kernels.exp`, for x up to 0."""
-        b = self.b
-        least, magic = _floats(-87.0), _floats(12582912.0)
-        small = b.fcmp_ordered("<", x, least)
-        y = b.select(small, least, x)
-        z = self.fma(y, _floats(1.4426950408889634), magic)
-        n = b.fsub(z, magic)
-        r = self.fma(n, _floats(-0.693359375), y)
-        r = self.fma(n, _floats(2.12194440e-4), r)
-        p = _floats(1.9875691500e-4)
-        for factor in (
-            1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1,
-        ):  # fmt: skip
-            p = self.fma(p, r, _floats(factor))
-        p = b.fadd(self.fma(p, b.fmul(r, r), r), _floats(1.0))
-        power = b.add(b.shl(b.bitcast(z, _WORDS), _words(23)), _words(127 << 23))
-        p = b.fmul(p, b.bitcast(power, _FLOATS))
-        return b.select(small, _floats(0.0), p)
-
 
 def _transposed(b: ir.IRBuilder, rows: list[Any]) -> list[Any]:
     """16 vectors of 16, turned: pairs and quadruples within quarters, then whole quarters."""
 
     def quarters(mask: list[int]) -> ir.Constant:
-        return _words([4 * (lane // 4) + m for lane in range(0, _LANES, 4) for m in mask])
+        return words([4 * (lane // 4) + m for lane in range(0, LANES, 4) for m in mask])
 
     mix = b.shuffle_vector
     pairs: list[Any] = []
-    for i in range(0, _LANES, 2):
+    for i in range(0, LANES, 2):
         for mask in ([0, 16, 1, 17], [2, 18, 3, 19]):
             pairs.append(mix(rows[i], rows[i + 1], quarters(mask)))
     # fours[4 * i + c], quarter q: column 4 * q + c of rows 4 * i to 4 * i + 3
     fours: list[Any] = []
-    for i in range(0, _LANES, 4):
+    for i in range(0, LANES, 4):
         for c in range(2):
             for mask in ([0, 1, 16, 17], [2, 3, 18, 19]):
                 fours.append(mix(pairs[i + c], pairs[i + c + 2], quarters(mask)))
-    even = _words([4 * quarter + x for quarter in (0, 2, 4, 6) for x in range(4)])
-    odd = _words([4 * quarter + x for quarter in (1, 3, 5, 7) for x in range(4)])
-    columns: list[Any] = [None] * _LANES
+    even = words([4 * quarter + x for quarter in (0, 2, 4, 6) for x in range(4)])
+    odd = words([4 * quarter + x for quarter in (1, 3, 5, 7) for x in range(4)])
+    columns: list[Any] = [None] * LANES
     for c in range(4):
         x0, x1, x2, x3 = fours[c::4]
         for first, mask in ((0, even), (1, odd)):
@@ -181,29 +77,29 @@ def _transpose(typing: Any, cache: Any, places: Any, dim: Any, kt: Any) -> Any:
     columns kt [Dp * BLOCK]. Two bfloat16 numbers travel as one word, and are parted at the end."""
 
     def generate(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        code = _Code(b)
+        code = Code(b)
         halves = signature.args[0].dtype.bitwidth == 16
-        source, places, dim, target = _unpack(context, b, signature, arguments)
-        per_tile = 2 * _LANES if halves else _LANES
+        source, places, dim, target = unpack(context, b, signature, arguments)
+        per_tile = 2 * LANES if halves else LANES
 
         def tile(d: Any, _: list[Any]) -> list[Any]:
-            for first in range(0, BLOCK, _LANES):
+            for first in range(0, BLOCK, LANES):
                 rows: list[Any] = []
-                for j in range(_LANES):
-                    start = b.load(code.at(places, first + j), typ=_I64)
-                    rows.append(code.load(code.at(source, start, d), _WORDS))
-                place = code.at(target, b.mul(d, _int(BLOCK)), first)
+                for j in range(LANES):
+                    start = b.load(code.at(places, first + j), typ=I64)
+                    rows.append(code.load(code.at(source, start, d), WORDS))
+                place = code.at(target, b.mul(d, integer(BLOCK)), first)
                 for i, column in enumerate(_transposed(b, rows)):
                     if halves:
-                        low = b.shl(column, _words(16))
-                        code.store(b.bitcast(low, _FLOATS), code.at(place, 2 * i * BLOCK))
-                        high = b.and_(column, _words(-65536))
-                        code.store(b.bitcast(high, _FLOATS), code.at(place, (2 * i + 1) * BLOCK))
+                        low = b.shl(column, words(16))
+                        code.store(b.bitcast(low, FLOATS), code.at(place, 2 * i * BLOCK))
+                        high = b.and_(column, words(-65536))
+                        code.store(b.bitcast(high, FLOATS), code.at(place, (2 * i + 1) * BLOCK))
                     else:
-                        code.store(b.bitcast(column, _FLOATS), code.at(place, i * BLOCK))
+                        code.store(b.bitcast(column, FLOATS), code.at(place, i * BLOCK))
             return []
 
-        code.loop(_int(0), dim, per_tile, [], tile)
+        code.loop(integer(0), dim, per_tile, [], tile)
         return context.get_dummy_value()
 
     return types.void(cache, places, types.intp, kt), generate
@@ -214,26 +110,26 @@ def _widen(typing: Any, cache: Any, places: Any, dim: Any, v: Any) -> Any:
     runs over into the next key's part is written before that key is."""
 
     def generate(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        code = _Code(b)
+        code = Code(b)
         halves = signature.args[0].dtype.bitwidth == 16
-        source, places, dim, target = _unpack(context, b, signature, arguments)
+        source, places, dim, target = unpack(context, b, signature, arguments)
 
         def key(j: Any, _: list[Any]) -> list[Any]:
-            start = b.load(code.at(places, j), typ=_I64)
+            start = b.load(code.at(places, j), typ=I64)
             place = code.at(target, b.mul(j, dim))
 
             def part(d: Any, _: list[Any]) -> list[Any]:
                 at = code.at(source, start, d)
                 if halves:
-                    bits = b.zext(code.load(at, _HALVES), _WORDS)
-                    code.store(b.shl(bits, _words(16)), code.at(place, d))
+                    bits = b.zext(code.load(at, HALVES), WORDS)
+                    code.store(b.shl(bits, words(16)), code.at(place, d))
                 else:
-                    code.store(code.load(at, _WORDS), code.at(place, d))
+                    code.store(code.load(at, WORDS), code.at(place, d))
                 return []
 
-            return code.loop(_int(0), dim, _LANES, [], part)
+            return code.loop(integer(0), dim, LANES, [], part)
 
-        code.loop(_int(0), _int(BLOCK), 1, [], key)
+        code.loop(integer(0), integer(BLOCK), 1, [], key)
         return context.get_dummy_value()
 
     return types.void(cache, places, types.intp, v), generate
@@ -262,12 +158,12 @@ def step(pairs: int) -> Any:
         )
 
         def generate(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-            q, kt, v, dim, padded, o, state, s, pair, first, end = _unpack(
+            q, kt, v, dim, padded, o, state, s, pair, first, end = unpack(
                 context, b, signature, arguments
             )
-            code = _Code(b)
+            code = Code(b)
             q, o = code.at(q, b.mul(pair, dim)), code.at(o, b.mul(pair, padded))
-            state = code.at(state, b.mul(pair, _int(2)))
+            state = code.at(state, b.mul(pair, integer(2)))
             scores = _scores(code, pairs, q, kt, dim, first, end)
             shrink = [
                 _softmax(code, scores[2 * p : 2 * p + 2], code.at(state, 2 * p), s, p)
@@ -281,47 +177,47 @@ def step(pairs: int) -> Any:
     return function
 
 
-def _scores(code: _Code, pairs: int, q: Any, kt: Any, dim: Any, first: Any, end: Any) -> Any:
+def _scores(code: Code, pairs: int, q: Any, kt: Any, dim: Any, first: Any, end: Any) -> Any:
     """Two vectors a pair: q . k of every key, -inf outside first .. end - 1."""
     b = code.b
 
     def product(d: Any, sums: list[Any]) -> list[Any]:
-        column = code.at(kt, b.mul(d, _int(BLOCK)))
-        keys = code.load(column), code.load(code.at(column, _LANES))
+        column = code.at(kt, b.mul(d, integer(BLOCK)))
+        keys = code.load(column), code.load(code.at(column, LANES))
         results: list[Any] = []
         for p in range(pairs):
-            x = code.spread(code.scalar(code.at(q, b.mul(dim, _int(p)), d)))
+            x = code.spread(code.scalar(code.at(q, b.mul(dim, integer(p)), d)))
             results += [code.fma(x, keys[i], sums[2 * p + i]) for i in range(2)]
         return results
 
-    scores = code.loop(_int(0), dim, 1, [_floats(0.0)] * (2 * pairs), product)
-    low, high = (code.spread(b.trunc(x, _I32)) for x in (first, end))
+    scores = code.loop(integer(0), dim, 1, [floats(0.0)] * (2 * pairs), product)
+    low, high = (code.spread(b.trunc(x, I32)) for x in (first, end))
     for i in range(2):
-        lanes = _words(range(i * _LANES, (i + 1) * _LANES))
+        lanes = words(range(i * LANES, (i + 1) * LANES))
         inside = b.and_(b.icmp_signed(">=", lanes, low), b.icmp_signed("<", lanes, high))
         for p in range(pairs):
-            scores[2 * p + i] = b.select(inside, scores[2 * p + i], _floats(-np.inf))
+            scores[2 * p + i] = b.select(inside, scores[2 * p + i], floats(-np.inf))
     return scores
 
 
-def _softmax(code: _Code, scores: list[Any], state: Any, s: Any, p: int) -> Any:
+def _softmax(code: Code, scores: list[Any], state: Any, s: Any, p: int) -> Any:
     """Writes the weights to s, updates the state; gives what the old sums shrink by."""
     b = code.b
     old = code.spread(code.scalar(state))
     top = code.larger(code.fold(code.larger(*scores), code.larger), old)
     weights = [code.exp(b.fsub(x, top)) for x in scores]
     for i, x in enumerate(weights):
-        code.store(x, code.at(s, p * BLOCK + i * _LANES))
+        code.store(x, code.at(s, p * BLOCK + i * LANES))
     total = code.fold(b.fadd(*weights), b.fadd)
     shrink = code.exp(b.fsub(old, top))
     total = code.fma(code.spread(code.scalar(code.at(state, 1))), shrink, total)
     for i, x in enumerate((top, total)):
-        code.store(b.extract_element(x, ir.Constant(_I32, 0)), code.at(state, i))
+        code.store(b.extract_element(x, ir.Constant(I32, 0)), code.at(state, i))
     return shrink
 
 
 def _values(
-    code: _Code, shrink: list[Any], s: Any, v: Any, dim: Any, padded: Any, o: Any, first: Any,
+    code: Code, shrink: list[Any], s: Any, v: Any, dim: Any, padded: Any, o: Any, first: Any,
     end: Any,
 ) -> None:  # fmt: skip
     """o = o * shrink + weights @ v, keys in order; a key outside is not even read."""
@@ -330,13 +226,15 @@ def _values(
 
     def chunk(c: Any, _: list[Any]) -> list[Any]:
         places = [
-            code.at(o, b.mul(padded, _int(p)), c, i * _LANES) for p in range(pairs) for i in (0, 1)
+            code.at(o, b.mul(padded, integer(p)), c, i * LANES)
+            for p in range(pairs)
+            for i in (0, 1)
         ]
         sums = [b.fmul(code.load(x), shrink[n // 2]) for n, x in enumerate(places)]
 
         def key(j: Any, sums: list[Any]) -> list[Any]:
             row = code.at(v, b.mul(j, dim), c)
-            values = code.load(row), code.load(code.at(row, _LANES))
+            values = code.load(row), code.load(code.at(row, LANES))
             results: list[Any] = []
             for p in range(pairs):
                 weight = code.spread(code.scalar(code.at(s, p * BLOCK, j)))
@@ -347,4 +245,4 @@ def _values(
             code.store(x, place)
         return []
 
-    code.loop(_int(0), padded, CHUNK, [], chunk)
+    code.loop(integer(0), padded, CHUNK, [], chunk)
