@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import functools
+import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+_one_at_a_time = threading.Lock()
+"""Kernels whose threads wait for each other need all of them: two at once could share them out."""
 
 
 @functools.cache
@@ -17,13 +22,26 @@ def _threads(count: int) -> ThreadPoolExecutor:
 def in_shares(kernel: Callable[..., None], arguments: tuple[Any, ...], shares: int) -> None:
     """Calls ``kernel(*arguments, share, shares)`` for each share; the caller takes the first.
 
-    The kernel must release the GIL and must give the same bits for any number of shares.
+    The kernel must release the GIL, must not raise and must give the same bits for any number of
+    shares. Its shares may wait for each other.
     """
     if shares <= 1:
         kernel(*arguments, 0, 1)
         return
-    submit = _threads(shares - 1).submit
-    others = [submit(kernel, *arguments, share, shares) for share in range(1, shares)]
-    kernel(*arguments, 0, shares)
-    for other in others:
-        other.result()
+    with _one_at_a_time:
+        submit = _threads(shares - 1).submit
+        others = [submit(kernel, *arguments, share, shares) for share in range(1, shares)]
+        kernel(*arguments, 0, shares)
+        for other in others:
+            other.result()
+
+
+def _forked() -> None:
+    """A fork has none of its parent's threads, and perhaps its locks."""
+    global _one_at_a_time
+    _one_at_a_time = threading.Lock()
+    _threads.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

@@ -16,7 +16,7 @@ from foretell.models.config import ModelConfig
 from foretell.models.decoder import Decoder, Layer
 from foretell.models.gguf import GGUF
 from foretell.models.hub import resolve
-from foretell.models.quant import Linear, make_embedding, make_linear
+from foretell.models.linear import Linear, make_embedding, make_linear
 from foretell.models.rope import Rope
 from foretell.models.tokenizer import Tokenizer
 from foretell.progress import progress_bar
@@ -157,8 +157,7 @@ def _layer(checkpoint: Checkpoint, config: ModelConfig, weights: Weights, i: int
         names = {f"{prefix}{block}.{name}_proj": size for name, size in outputs.items()}
         weight = [checkpoint.take(f"{n}.weight", size, inputs) for n, size in names.items()]
         bias = [checkpoint.take(f"{n}.bias", size) for n, size in names.items() if biased]
-        outliers = "down" in outputs  # its inputs are products of two numbers
-        return make_linear(weights, join(weight), join(bias) if bias else None, outliers=outliers)
+        return make_linear(weights, join(weight), join(bias) if bias else None)
 
     attention, mlp = "self_attn", "mlp"
     return Layer(

@@ -1,266 +1,182 @@
-"""Matrix products whose rows do not know of each other, one class for each weight format.
+"""Weights turned into a format and laid out for the kernels, and the same arithmetic in torch.
 
-A row's result must have the same bits alone, in a batch, as a prompt chunk or as a tree node:
-without it speculation changes texts wherever two tokens are nearly tied. Two ways lead there:
-
-* integer sums are exact in any order (int8);
-* a product of a fixed number of rows always takes the same path (bf16, f32), and each row's sum
-  is independent of the other rows within it. The tests in tests/models hold every format to it.
+tiles.py has the layout and what a product computes. int8: rows of weights are turned by a
+Hadamard matrix of 16 and have one scale each. int4: levels 0 to 15 with a float16 scale and
+minimum for every 32 inputs, as in GGUF's Q4_1.
 """
 
 from __future__ import annotations
 
-import warnings
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from foretell.config import Weights
-from foretell.models.rows import fit_rows, rotate, stages, unfit_rows
 
-_BLOCK = 16
-"""Rows of every bf16 and f32 product. Part of the result's bits: other sizes round otherwise."""
-_GROUP = 32
-"""int4: weights that share a scale and a zero point."""
+PANEL = 32
+"""Outputs that are laid out together."""
+GROUP: dict[Weights, int] = {"f32": 64, "bf16": 64, "int8": 64, "int4": 32}
+"""Inputs that share an activation scale; rows and weights are padded to whole groups."""
+TURNED = 16
+"""Inputs that are turned together in int8."""
 _CHUNK = 4096
 """Weight rows quantised at a time: bounds temporary memory."""
 
 
-class Linear(Protocol):
-    """``linear(x [M, K] float32) -> [M, N] float32``, batch invariant."""
+class Packed(NamedTuple):
+    """A matrix in its format, padded."""
 
-    def __call__(self, x: Tensor, /) -> Tensor: ...
-
-
-class Embedding(Protocol):
-    """``embedding(tokens [R]) -> [R, H] float32``."""
-
-    def __call__(self, tokens: Tensor, /) -> Tensor: ...
+    weights: Tensor  # [panels, bytes of a panel] uint8
+    scale: Tensor  # [panels * PANEL] float32, of each output
 
 
-class Table:
-    """Embedding rows kept as they are (float32 or bfloat16)."""
-
-    __slots__ = ("weight",)
-
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight  # [V, H]
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        return self.weight[tokens].float()
+def pack(kind: Weights, weight: Tensor) -> Packed:
+    """Puts weight [N, K] of any float dtype into a format."""
+    parts = [_pack(kind, rows) for rows in weight.split(_CHUNK)]
+    return Packed(torch.cat([p.weights for p in parts]), torch.cat([p.scale for p in parts]))
 
 
-class Int8Table:
-    """Embedding rows in int8 with a scale for each `_GROUP` elements; padded with zeros."""
-
-    __slots__ = ("scale", "weight", "width")
-
-    def __init__(self, weight: Tensor) -> None:
-        rows, self.width = weight.shape
-        groups = -(-self.width // _GROUP)
-        self.weight = torch.empty(rows, groups * _GROUP, dtype=torch.int8)
-        self.scale = torch.empty(rows, groups, 1)
-        for start in range(0, rows, _CHUNK):
-            part = F.pad(weight[start : start + _CHUNK].float(), (0, -self.width % _GROUP))
-            levels, scale = quantize_int8(part.view(-1, _GROUP))
-            self.weight[start : start + _CHUNK] = levels.view(part.shape)
-            self.scale[start : start + _CHUNK] = scale.view(len(part), groups, 1)
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        groups = self.weight[tokens].view(len(tokens), -1, _GROUP)
-        out = groups.float().mul_(self.scale[tokens]).view(len(tokens), -1)
-        return out[:, : self.width].contiguous()
+def _pack(kind: Weights, weight: Tensor) -> Packed:
+    weight = F.pad(weight, (0, -weight.shape[1] % GROUP[kind], 0, -len(weight) % PANEL))
+    scale = torch.ones(len(weight))
+    if kind == "int4":
+        return Packed(_pack_int4(*quantize_int4(weight.float())), scale)
+    if kind == "int8":
+        levels, scale = quantize_int8(turn(weight.float()) / TURNED)
+        weight = levels.view(torch.uint8) ^ 128  # levels + 128
+    elif kind == "bf16":
+        weight = weight.bfloat16().view(torch.uint16)
+    else:
+        weight = weight.float()
+    step = 4 // weight.element_size()
+    tiles = weight.view(len(weight) // PANEL, 2, PANEL // 2, -1, step)
+    tiles = tiles.permute(0, 3, 1, 2, 4).contiguous()  # [panels, K / step, 2, 16, step]
+    return Packed(tiles.view(torch.uint8).reshape(len(tiles), -1), scale)
 
 
-class FloatLinear:
-    """Weights in bfloat16 or float32; the sum runs over blocks of `_BLOCK` rows, zero padded.
-
-    Weights are padded to multiples of `_BLOCK` too: vendor libraries compute what is left over
-    beside their tiles with other kernels, and which rows those meet is not ours to know.
-    """
-
-    __slots__ = ("bias", "out_features", "weight")
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.out_features = len(weight)
-        self.weight = _whole_blocks(weight)  # [N, K]
-        self.bias = bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        (rows, inputs), weight = x.shape, self.weight
-        # A fresh buffer also fixes the alignment, which vendor libraries may choose paths by.
-        padded = torch.zeros(-(-rows // _BLOCK) * _BLOCK, weight.shape[1], dtype=weight.dtype)
-        padded[:rows, :inputs] = x
-        if len(padded) == _BLOCK:
-            out = F.linear(padded, weight)
-        else:
-            out = torch.cat(
-                [F.linear(block, weight) for block in padded.split(_BLOCK)]
-                or [padded.new_empty(0, len(weight))]
-            )
-        out = out[:rows, : self.out_features].float().contiguous()
-        return out if self.bias is None else out.add_(self.bias)
+def _pack_int4(levels: Tensor, scale: Tensor, least: Tensor) -> Tensor:
+    """levels [N, K], scale and least [N, K / 32]: input 4 j + i of a group shares a byte with
+    input 16 + 4 j + i, which has the high half."""
+    panels = len(levels) // PANEL
+    halves = levels.to(torch.uint8).view(panels, 2, 16, -1, 2, 4, 4)
+    low, high = halves.unbind(4)  # [panels, 2, 16, K / 32, 4, 4]
+    bytes_ = (low | (high << 4)).permute(0, 3, 1, 4, 2, 5)  # [panels, K / 32, 2, 4, 16, 4]
+    bytes_ = bytes_.reshape(*bytes_.shape[:3], -1)
+    extra = torch.stack([scale, least]).half().view(2, panels, 2, 16, -1)
+    extra = extra.permute(1, 4, 2, 0, 3).contiguous()  # [panels, K / 32, 2, 2, 16]
+    extra = extra.view(torch.uint8).reshape(*bytes_.shape[:3], -1)
+    return torch.cat([bytes_, extra], dim=3).reshape(panels, -1)
 
 
-def _whole_blocks(weight: Tensor) -> Tensor:
-    outputs, inputs = weight.shape
-    if outputs % _BLOCK or inputs % _BLOCK:
-        return F.pad(weight, (0, -inputs % _BLOCK, 0, -outputs % _BLOCK))
-    return weight.contiguous()
+def unpack(kind: Weights, packed: Packed, rows: int, width: int) -> Tensor:
+    """The weights [rows, width] float32 that a packed matrix stands for (int8: turned)."""
+    data = packed.weights
+    panels = len(data)
+    if kind == "int4":
+        groups = data.view(panels, -1, 2, 320)
+        pairs = groups[..., :256].reshape(*groups.shape[:3], 4, 16, 4)
+        levels = torch.stack([pairs & 15, pairs >> 4], dim=3)  # [panels, G, 2, 2, 4, 16, 4]
+        extra = groups[..., 256:].contiguous().view(torch.float16).float()
+        scale, least = extra.view(*groups.shape[:3], 2, 16).unbind(3)  # [panels, G, 2, 16]
+        levels = levels.permute(0, 1, 2, 5, 3, 4, 6).reshape(*scale.shape, 32).float()
+        values = levels * scale[..., None] + least[..., None]
+        values = values.permute(0, 2, 3, 1, 4)  # [panels, 2, 16, G, 32]
+    else:
+        dtype = {"f32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}[kind]
+        step = 4 // dtype.itemsize
+        values = data.view(dtype).view(panels, -1, 2, 16, step).permute(0, 2, 3, 1, 4).float()
+        if kind == "int8":
+            values = values - 128
+    values = values.reshape(panels * PANEL, -1) * packed.scale[:, None]
+    return values[:rows] if kind == "int8" else values[:rows, :width]
 
 
-_int8_product = torch.ops.quantized.linear_dynamic.default
+def select(kind: Weights, packed: Packed, rows: Tensor) -> Packed:
+    """Rows [M] int64 of a packed matrix as a packed matrix of their own, bit for bit."""
+    data = packed.weights
+    panels, panel = len(data), rows // PANEL
+    tile, lane = rows % PANEL // 16, rows % 16
+    scale = F.pad(packed.scale[rows], (0, -len(rows) % PANEL))
+
+    def laid_out(items: Tensor) -> Tensor:
+        """[M, steps, parts, bytes] -> [panels, steps, 2, parts * 16 * bytes]"""
+        items = F.pad(items, (0, 0, 0, 0, 0, 0, 0, -len(items) % PANEL))
+        items = items.view(len(items) // PANEL, 2, 16, *items.shape[1:])
+        return items.permute(0, 3, 1, 4, 2, 5).flatten(3)
+
+    if kind != "int4":
+        steps = data.view(panels, -1, 2, 1, 16, 4)
+        tiles = laid_out(steps[panel, :, tile, :, lane])
+    else:
+        groups = data.view(panels, -1, 2, 320)
+        levels = groups[..., :256].unflatten(3, (4, 16, 4))[panel, :, tile, :, lane]
+        extra = groups[..., 256:].unflatten(3, (2, 16, 2))[panel, :, tile, :, lane]
+        tiles = torch.cat([laid_out(levels), laid_out(extra)], dim=3)
+    return Packed(tiles.reshape(len(tiles), tiles[:1].numel() or 1), scale)
 
 
-class Int8Linear:
-    """int8 weights (one scale an output), int8 activations (one scale a row), integer sums.
-
-    Inputs are rotated on both sides (see `rows`). FBGEMM takes one scale for all rows from the
-    largest and smallest element: so every row is divided by its own largest magnitude, and two
-    columns that meet zero weights hold -1 and +1. The scale is then a constant, and each row is
-    quantised as if it were alone.
-
-    Args:
-        fine: 16 bits for the activations, as two rows of 8.
-    """
-
-    __slots__ = ("_fine", "_packed", "bias", "out_features")
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, fine: bool = False) -> None:
-        quantized, scale = quantize_int8(weight, rotated=True)
-        quantized = F.pad(quantized, (0, 2))
-        zeros = torch.zeros(len(scale), dtype=torch.int64)
-        with warnings.catch_warnings():  # torch means to move these operators, not to drop them
-            warnings.simplefilter("ignore")
-            tensor = torch._make_per_channel_quantized_tensor(  # pyright: ignore[reportPrivateImportUsage]
-                quantized, scale.double(), zeros, 0
-            )
-        self._packed = torch.ops.quantized.linear_prepack(tensor, None)
-        self._fine = fine
-        self.bias = bias
-        self.out_features = len(scale)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if not len(x):
-            return x.new_empty(0, self.out_features)
-        fitted, scale = fit_rows(x, fine=self._fine)
-        out = _int8_product(fitted, self._packed, False)
-        return unfit_rows(out, scale, self.bias, fine=self._fine)
+def fit(kind: Weights, x: Tensor) -> Tensor:
+    """What a product takes of rows x [M, K] float32, as float32 [M, K] (int8: turned and padded).
+    The kernels' `fit` in torch."""
+    if kind == "f32":
+        return x
+    if kind == "bf16":
+        return x.bfloat16().float()
+    width, group = x.shape[1], GROUP[kind]
+    x = F.pad(x, (0, -width % group))
+    if kind == "int8":
+        x = turn(x)
+    groups = x.view(len(x), -1, group)
+    top = groups.abs().amax(dim=2, keepdim=True)
+    levels = torch.where(top == 0, top, groups * (127 / top)).round()
+    fitted = (levels * (top * (1 / 127))).view(x.shape)
+    return fitted if kind == "int8" else fitted[:, :width]
 
 
-class Int4Linear:
-    """4-bit weights, a scale and a zero point for each `_GROUP` inputs; bfloat16 activations.
-
-    Each row is summed by itself whatever their number, so no blocks are needed.
-    """
-
-    __slots__ = ("_packed", "_padding", "_scales", "bias", "out_features")
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.out_features, inputs = weight.shape
-        self._padding = -inputs % _GROUP
-        packed: list[Tensor] = []
-        scales: list[Tensor] = []
-        for rows in weight.split(_CHUNK):
-            rows = F.pad(rows.float(), (0, self._padding, 0, -len(rows) % 16))
-            levels, scale = quantize_int4(rows)
-            packed.append(torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1))
-            scales.append(scale)
-        self._packed = torch.cat(packed)
-        self._scales = torch.cat(scales, dim=1)  # [K / G, N, 2] bfloat16
-        self.bias = bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if not len(x):
-            return x.new_empty(0, self.out_features)
-        x = x.bfloat16()
-        if self._padding:
-            x = F.pad(x, (0, self._padding))
-        out = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._packed, _GROUP, self._scales)
-        out = out[:, : self.out_features].float().contiguous()
-        return out if self.bias is None else out.add_(self.bias)
+def turn(x: Tensor) -> Tensor:
+    """Every `TURNED` neighbours of x [M, K] times a Hadamard matrix of ones and minus ones, which
+    spreads an outlier over all of them (QuaRot, Ashkboos et al. 2024); K a multiple of it."""
+    shape, half = x.shape, 1
+    while half < TURNED:
+        low, high = x.reshape(-1, 2, half).unbind(1)
+        x = torch.stack([low + high, low - high], dim=1)
+        half *= 2
+    return x.reshape(shape)
 
 
-def quantize_int8(weight: Tensor, rotated: bool = False) -> tuple[Tensor, Tensor]:
-    """Symmetric, one scale a row: weight [N, K] -> levels [N, K] int8, scale [N] float32.
+def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric, one scale a row: weight [N, K] -> levels [N, K] int8, scale [N] float32."""
+    scale = (weight.abs().amax(dim=1) / 127).clamp_(min=1e-30)
+    return (weight / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8), scale
+
+
+def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sixteen levels for each group of 32 inputs; the range is cut in by the share that leaves the
+    least squared error.
 
     Args:
-        rotated: rotate the rows first, by the inverse of what `fit_rows` does to activations.
-    """
-    levels = torch.empty(weight.shape, dtype=torch.int8)
-    scale = torch.empty(len(weight))
-    for start in range(0, len(weight), _CHUNK):
-        rows = weight[start : start + _CHUNK].float()
-        if rotated:
-            rows = rotate(rows) / 2 ** stages(rows.shape[1])
-        step = (rows.abs().amax(dim=1) / 127).clamp_(min=1e-30)
-        scale[start : start + _CHUNK] = step
-        levels[start : start + _CHUNK] = (rows / step[:, None]).round_().clamp_(-127, 127)
-    return levels, scale
-
-
-def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Asymmetric, 16 levels for each group of `_GROUP` inputs; the range is cut in by the share
-    that leaves the least squared error.
-
-    Args:
-        weight: [N, K] float32, K a multiple of `_GROUP`.
+        weight: [N, K] float32, K a multiple of 32.
 
     Returns:
-        levels [N, K] int32 and [K / G, N, 2] bfloat16 (scale, value of level 8).
+        levels [N, K] uint8, scale and least [N, K / 32] float32 that float16 holds exactly: a
+        weight is level * scale + least.
     """
-    groups = weight.reshape(len(weight), -1, _GROUP)  # [N, K / G, G]
+    groups = weight.reshape(len(weight), -1, GROUP["int4"])  # [N, K / 32, 32]
     low, high = groups.amin(dim=2, keepdim=True), groups.amax(dim=2, keepdim=True)
-    best_levels = torch.zeros(groups.shape, dtype=torch.int32)
-    best_scale, best_zero = torch.zeros_like(low), torch.zeros_like(low)
+    best = torch.zeros(groups.shape, dtype=torch.uint8)
+    best_scale, best_least = torch.zeros_like(low), torch.zeros_like(low)
     best_error = torch.full_like(low, torch.inf)
     for share in (1.0, 0.95, 0.9, 0.85, 0.8):
         middle, half = (high + low) / 2, (high - low) / 2 * share
-        scale = (2 * half / 15).clamp(min=1e-12).bfloat16().float()
-        zero = (middle + scale / 2).bfloat16().float()  # level 8 is half a step above the middle
-        levels = ((groups - zero) / scale + 8).round_().clamp_(0, 15)
-        error = ((levels - 8) * scale + zero - groups).square_().sum(dim=2, keepdim=True)
+        scale = (2 * half / 15).half().float()
+        least = (middle - half).half().float()
+        levels = torch.where(scale > 0, (groups - least) / scale, 0.0).round_().clamp_(0, 15)
+        error = (levels * scale + least - groups).square_().sum(dim=2, keepdim=True)
         better = error < best_error
         best_error = torch.where(better, error, best_error)
         best_scale = torch.where(better, scale, best_scale)
-        best_zero = torch.where(better, zero, best_zero)
-        best_levels = torch.where(better, levels.int(), best_levels)
-    scales = torch.cat([best_scale, best_zero], dim=2).transpose(0, 1).bfloat16()
-    return best_levels.reshape(weight.shape), scales.contiguous()
-
-
-def make_linear(
-    weights: Weights, weight: Tensor, bias: Tensor | None = None, *, outliers: bool = False
-) -> Linear:
-    """Puts weight [N, K] (any float dtype) into a format; bias [N] stays float32.
-
-    Args:
-        outliers: the inputs are products and hold outliers (a layer's ``down``): int8 then takes
-            16 bits for them, which takes a third off the error of the model's log-probabilities.
-    """
-    bias = None if bias is None else bias.float()
-    if weights == "int8":
-        return Int8Linear(weight, bias, fine=outliers)
-    if weights == "int4":
-        return Int4Linear(weight, bias)
-    dtype = torch.bfloat16 if weights == "bf16" else torch.float32
-    return FloatLinear(weight.to(dtype), bias)
-
-
-def make_embedding(
-    weights: Weights, table: Tensor, head: Tensor | None
-) -> tuple[Embedding, Linear]:
-    """Embedding and output projection.
-
-    Args:
-        table: [V, H] any float dtype.
-        head: [V, H], or None where both are one tensor: kept once in bf16 and f32; the packed
-            formats need a second form of it in any case, so int8 rows serve the embedding.
-    """
-    if weights in ("int8", "int4"):
-        return Int8Table(table), make_linear(weights, table if head is None else head)
-    dtype = torch.bfloat16 if weights == "bf16" else torch.float32
-    embedding = Table(table.to(dtype).contiguous())
-    return embedding, make_linear(weights, embedding.weight if head is None else head)
+        best_least = torch.where(better, least, best_least)
+        best = torch.where(better, levels.to(torch.uint8), best)
+    return best.reshape(weight.shape), best_scale[..., 0], best_least[..., 0]

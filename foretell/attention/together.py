@@ -1,0 +1,93 @@
+"""Threads inside compiled code: a barrier, and work handed out piece by piece.
+
+A pass is one compiled call a thread with a few hundred barriers in it; handing out pieces as
+threads become free keeps a core that another program slows from holding up the rest. Numba's
+cache does not see this file: touch the kernels that use it after a change here.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+LINE = 8
+"""int64 items between two words that threads write: each in a cache line of its own."""
+_SPINS = 4000
+"""Looks at the barrier before the core is offered to someone else (tens of microseconds)."""
+_X86 = platform.machine().lower() in ("x86_64", "amd64")
+_offer_core = types.ExternalFunction(
+    "SwitchToThread" if sys.platform == "win32" else "sched_yield", types.int32()
+)
+
+
+def _place(context: Any, b: ir.IRBuilder, kind: Any, array: Any, index: Any) -> Any:
+    return b.gep(context.make_array(kind)(context, b, array).data, [index])
+
+
+@intrinsic
+def fetch_add(typing: Any, array: Any, index: Any, value: Any) -> Any:
+    """array[index] += value as one operation; gives the value before. array: int64, flat."""
+
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        place = _place(context, b, signature.args[0], arguments[0], arguments[1])
+        return b.atomic_rmw("add", place, arguments[2], "acq_rel")
+
+    return types.int64(array, types.int64, types.int64), generate
+
+
+@intrinsic
+def _look(typing: Any, array: Any, index: Any) -> Any:
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        place = _place(context, b, signature.args[0], *arguments)
+        return b.load_atomic(place, "acquire", 8)
+
+    return types.int64(array, types.int64), generate
+
+
+@intrinsic
+def _put(typing: Any, array: Any, index: Any, value: Any) -> Any:
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        place = _place(context, b, signature.args[0], arguments[0], arguments[1])
+        b.store_atomic(arguments[2], place, "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.int64), generate
+
+
+@intrinsic
+def _pause(typing: Any) -> Any:
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        if _X86:
+            kind, name = ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse2.pause"
+            b.call(b.module.globals.get(name) or ir.Function(b.module, kind, name), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@njit(nogil=True, error_model="numpy", inline="never")
+def meet(sync: Any, threads: Any) -> None:
+    """Returns once all threads have called it.
+
+    Args:
+        sync: int64, zero before the first use; items 0 and `LINE` count arrivals and meetings.
+    """
+    if threads == 1:
+        return
+    meeting = _look(sync, LINE)
+    if fetch_add(sync, 0, 1) == threads - 1:
+        _put(sync, 0, 0)
+        _put(sync, LINE, meeting + 1)
+        return
+    looks = 0
+    while _look(sync, LINE) == meeting:
+        looks += 1
+        if looks < _SPINS:
+            _pause()
+        else:
+            _offer_core()

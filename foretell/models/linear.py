@@ -1,0 +1,147 @@
+"""Matrix products whose rows do not know of each other, and embeddings.
+
+A row's result must have the same bits alone, in a batch, as a prompt chunk or as a tree node:
+without it speculation changes texts wherever two tokens are nearly tied. The compiled products sum
+each output of each row by itself, in order; where there is no compiler, torch products of a fixed
+number of rows do. The tests in tests/models hold every format to it.
+"""
+
+from __future__ import annotations
+
+from functools import cache, cached_property
+from types import ModuleType
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foretell.attention.pool import in_shares
+from foretell.config import Weights
+from foretell.models.quant import GROUP, PANEL, Packed, fit, pack, select, turn, unpack
+
+_WORTH_A_THREAD = 4_000_000
+"""Multiply-adds from which a second thread pays for waking it."""
+_BLOCK = 16
+"""Rows of a product without a compiler: part of the result's bits."""
+
+
+class Linear(Protocol):
+    """``linear(x [M, K] float32) -> [M, N] float32``, batch invariant."""
+
+    def __call__(self, x: Tensor, /) -> Tensor: ...
+
+
+class Embedding(Protocol):
+    """``embedding(tokens [R]) -> [R, H] float32``."""
+
+    def __call__(self, tokens: Tensor, /) -> Tensor: ...
+
+
+@cache
+def products() -> ModuleType | None:
+    """The compiled products, None where numba cannot be had."""
+    try:
+        from foretell.models import products
+    except ImportError:
+        return None
+    return products
+
+
+class PackedLinear:
+    """A matrix in one of the four formats.
+
+    Args:
+        packed: as `pack` made it.
+        shape: outputs N and inputs K.
+        bias: [N] or None.
+    """
+
+    def __init__(
+        self, kind: Weights, packed: Packed, shape: tuple[int, int], bias: Tensor | None = None
+    ) -> None:
+        self.kind = kind
+        self.packed = packed
+        self.out_features, self.in_features = shape
+        self.padded = -(-self.in_features // GROUP[kind]) * GROUP[kind]
+        self.bias = torch.zeros(len(packed.scale))  # [panels * PANEL]
+        if bias is not None:
+            self.bias[: self.out_features] = bias
+
+    @property
+    def panels(self) -> int:
+        return len(self.packed.weights)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        assert x.shape[1] == self.in_features
+        if not len(x):
+            return x.new_empty(0, self.out_features)
+        if (compiled := products()) is None:
+            return self._portable(x)
+        rows, width = len(x), self.panels * PANEL
+        x, out = x.contiguous(), torch.empty(rows, width)
+        stride = compiled.row_bytes(self.kind, self.padded)
+        fitted = torch.empty(rows * stride + 64, dtype=torch.uint8)
+        work = rows * self.out_features * self.in_features
+        threads = torch.get_num_threads() if work > _WORTH_A_THREAD else 1
+        arguments = (
+            x.data_ptr(), self.in_features, rows, -(-fitted.data_ptr() // 64) * 64, stride,
+            self.packed.weights.data_ptr(), self.padded, self.packed.weights.shape[1], self.panels,
+            self.packed.scale.data_ptr(), self.bias.data_ptr(), out.data_ptr(), width,
+            np.zeros(compiled.SYNC, np.int64),
+        )  # fmt: skip
+        in_shares(compiled.product(self.kind), arguments, threads)
+        return out[:, : self.out_features].contiguous()
+
+    def _portable(self, x: Tensor) -> Tensor:
+        """The same in torch: blocks of `_BLOCK` rows, each row's sum independent of the others."""
+        rows = len(x)
+        fitted = _whole_blocks(fit(self.kind, x))
+        blocks = [F.linear(block, self._dense) for block in fitted.split(_BLOCK)]
+        out = torch.cat(blocks)[:rows, : self.out_features]
+        return out + self.bias[: self.out_features]
+
+    @cached_property
+    def _dense(self) -> Tensor:
+        return _whole_blocks(unpack(self.kind, self.packed, self.out_features, self.in_features))
+
+
+def _whole_blocks(x: Tensor) -> Tensor:
+    """Padded both ways: vendor libraries compute what is left over beside their tiles with other
+    kernels. A fresh buffer also fixes the alignment, which they may choose paths by."""
+    return F.pad(x, (0, -x.shape[1] % _BLOCK, 0, -len(x) % _BLOCK)).clone()
+
+
+class PackedEmbedding:
+    """Rows of a matrix in one of the four formats, read where the output projection has them."""
+
+    def __init__(self, table: PackedLinear) -> None:
+        self.table = table
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        table = self.table
+        few = select(table.kind, table.packed, tokens.long())
+        rows = unpack(table.kind, few, len(tokens), table.in_features)  # [R, H]
+        return rows if table.kind != "int8" else turn(rows)[:, : table.in_features].contiguous()
+
+
+def make_linear(weights: Weights, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+    """Puts weight [N, K] (any float dtype) into a format; bias [N] stays float32."""
+    shape = (weight.shape[0], weight.shape[1])
+    return PackedLinear(weights, pack(weights, weight), shape, bias)
+
+
+def make_embedding(
+    weights: Weights, table: Tensor, head: Tensor | None
+) -> tuple[Embedding, PackedLinear]:
+    """Embedding and output projection, in int8 where the rest is int4: they decide the most.
+
+    Args:
+        table: [V, H] any float dtype.
+        head: [V, H], or None where both are one tensor, which is then kept once.
+    """
+    weights = "int8" if weights == "int4" else weights
+    embedding = make_linear(weights, table)
+    lm_head = embedding if head is None else make_linear(weights, head)
+    return PackedEmbedding(embedding), lm_head
