@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from foretell.attention.base import Layout
-from foretell.attention.pool import in_shares
+from foretell.attention.pool import in_shares, num_threads
 from foretell.attention.rows import cache_bits
 
 _WORTH_A_THREAD = 10_000_000
 """Multiply-adds from which a second thread pays for waking it (about 0.2 ms of work)."""
-_NO_WINDOW = 1 << 40
+NO_WINDOW = 1 << 40
+"""The window of a layer that has none."""
 _ANCESTORS = np.uint64(2**64 - 2)  # bit 0 is the root, which the prefix counts
 
 
@@ -23,7 +24,7 @@ class CpuAttention:
     of a prompt chunk, a decode row and a tree node, for any page order and number of threads.
 
     Args:
-        threads: most threads of one call; as many as torch uses if not given.
+        threads: most threads of one call; `num_threads` if not given.
     """
 
     def __init__(self, threads: int | None = None) -> None:
@@ -46,7 +47,8 @@ class CpuAttention:
         tiles = _tiles(layout.row_seq.tolist(), self._kernels.TILE)
         self._num_tiles, self._keys = len(tiles), sum(ends.tolist())
         tiles = np.array(tiles, np.int32).reshape(-1, 3)  # [tiles, 3]
-        self._planned = (rows, ancestors, tiles, table, self._size)
+        self.planned = (rows, ancestors, tiles, table)
+        """What the kernel reads of the layout."""
 
     def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         """Stores k, v [R, Hkv, D] in the rows' cells; a row whose cell is negative stores none."""
@@ -69,11 +71,11 @@ class CpuAttention:
         rows, heads, dim = queries.shape
         out = torch.empty(rows, heads, dim)  # not numpy's: a product's bits may hang on alignment
         arguments = (
-            queries, out.numpy(), keys, cache_bits(v_cache), *self._planned, window or _NO_WINDOW,
-            scale,
+            queries, out.numpy(), keys, cache_bits(v_cache), *self.planned, self._size,
+            window or NO_WINDOW, scale,
         )  # fmt: skip
         if 2 * self._keys * heads * dim > _WORTH_A_THREAD:
-            threads = self._threads or torch.get_num_threads()
+            threads = self._threads or num_threads()
             in_shares(kernel, arguments, min(threads, self._num_tiles * keys.shape[1]))
         else:
             kernel(*arguments, 0, 1)

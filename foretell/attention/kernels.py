@@ -297,6 +297,8 @@ def strided(dtype: Any, ndim: int) -> types.Array:
     return types.Array(dtype, ndim, "A")
 
 
+attend_any = njit(**FLAGS)(_attend)
+"""`attend` for other compiled code: it takes the types it is called with."""
 _BITS = {2: uint16[:, :, ::1], 4: uint32[:, :, ::1]}
 
 

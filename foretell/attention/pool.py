@@ -9,8 +9,26 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
+
 _one_at_a_time = threading.Lock()
 """Kernels whose threads wait for each other need all of them: two at once could share them out."""
+
+
+_num_threads: int | None = None
+
+
+def set_num_threads(count: int) -> None:
+    """Threads of compiled kernels. Torch is left with one: its threads spin for a while after each
+    use, and would hold the cores that the kernels' need."""
+    global _num_threads
+    _num_threads = count
+    torch.set_num_threads(1)
+
+
+def num_threads() -> int:
+    """Threads of compiled kernels: as set, or as many as torch uses."""
+    return _num_threads or torch.get_num_threads()
 
 
 @functools.cache

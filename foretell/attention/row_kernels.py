@@ -18,49 +18,59 @@ _ROWS = float32[:, ::1]
 
 
 @njit(fastmath={"reassoc", "contract", "nsz"}, **FLAGS)
-def _inverse_rms(x: Any, eps: Any) -> Any:
+def inverse_rms(x: Any, eps: Any) -> Any:
     total = np.float32(0.0)
     for d in range(x.shape[0]):
         total += x[d] * x[d]
     return np.float32(1.0) / np.sqrt(total / np.float32(x.shape[0]) + eps)
 
 
+@njit(**FLAGS)
+def norm_row(x: Any, weight: Any, eps: Any, out: Any) -> None:
+    scale = inverse_rms(x, eps)
+    for d in range(x.shape[0]):
+        out[d] = weight[d] * (x[d] * scale)
+
+
+@njit(**FLAGS)
+def add_row(x: Any, total: Any) -> None:
+    for d in range(x.shape[0]):
+        total[d] += x[d]
+
+
+@njit(fastmath={"contract"}, **FLAGS)
+def silu_row(gate: Any, up: Any, out: Any) -> None:
+    for d in range(gate.shape[0]):
+        x = gate[d]
+        power = np.float32(88.0) if -x > np.float32(88.0) else -x
+        out[d] = x / (np.float32(1.0) + exp(power)) * up[d]
+
+
 @njit(types.void(_ROWS, float32[::1], float32, _ROWS), **FLAGS)
 def rms_norm(x: Any, weight: Any, eps: Any, out: Any) -> None:
     for row in range(x.shape[0]):
-        source, target = x[row], out[row]
-        scale = _inverse_rms(source, eps)
-        for d in range(source.shape[0]):
-            target[d] = weight[d] * (source[d] * scale)
+        norm_row(x[row], weight, eps, out[row])
 
 
 @njit(types.void(_ROWS, _ROWS, float32[::1], float32, _ROWS), **FLAGS)
 def add_rms_norm(x: Any, residual: Any, weight: Any, eps: Any, out: Any) -> None:
     for row in range(x.shape[0]):
-        source, total, target = x[row], residual[row], out[row]
-        for d in range(source.shape[0]):
-            total[d] += source[d]
-        scale = _inverse_rms(total, eps)
-        for d in range(source.shape[0]):
-            target[d] = weight[d] * (total[d] * scale)
+        add_row(x[row], residual[row])
+        norm_row(residual[row], weight, eps, out[row])
 
 
-@njit(types.void(_ROWS, _ROWS), fastmath={"contract"}, **FLAGS)
+@njit(types.void(_ROWS, _ROWS), **FLAGS)
 def silu_mul(gate_up: Any, out: Any) -> None:
     width = out.shape[1]
     for row in range(gate_up.shape[0]):
-        gate, up, target = gate_up[row, :width], gate_up[row, width:], out[row]
-        for d in range(width):
-            x = gate[d]
-            power = np.float32(88.0) if -x > np.float32(88.0) else -x
-            target[d] = x / (np.float32(1.0) + exp(power)) * up[d]
+        silu_row(gate_up[row, :width], gate_up[row, width:], out[row])
 
 
 @njit(fastmath={"contract"}, **FLAGS)
 def _head(x: Any, cos: Any, sin: Any, weight: Any, eps: Any, low: Any, high: Any) -> None:
     """RMSNorm where weight is not empty, then the rotation of (d, d + half) pairs, in place."""
     if weight.shape[0] > 0:
-        scale = _inverse_rms(x, eps)
+        scale = inverse_rms(x, eps)
         for d in range(x.shape[0]):
             x[d] = weight[d] * (x[d] * scale)
     half = cos.shape[0]
@@ -75,7 +85,7 @@ def _head(x: Any, cos: Any, sin: Any, weight: Any, eps: Any, low: Any, high: Any
 
 
 def _rope_and_write(
-    qkv: Any,  # [R, (H + 2 Hkv) * D]
+    qkv: Any,  # [R, at least (H + 2 Hkv) * D]
     cos: Any,  # [P, rotated / 2]
     sin: Any,
     positions: Any,  # [R] int32
@@ -88,8 +98,8 @@ def _rope_and_write(
     v_cache: Any,
     cells: Any,  # [R] int32
     size: int,
+    dim: int,
 ) -> None:
-    dim = qkv.shape[1] // (heads + 2 * kv_heads)
     low, high = np.empty(cos.shape[1], np.float32), np.empty(cos.shape[1], np.float32)
     for row in range(qkv.shape[0]):
         c, s = cos[positions[row]], sin[positions[row]]
@@ -110,12 +120,16 @@ def _rope_and_write(
                 values[offset + d] = to_cache(v[d], v_cache)
 
 
+rope_and_write_any = njit(fastmath={"contract"}, **FLAGS)(_rope_and_write)
+"""`rope_and_write` for other compiled code: it takes the types it is called with."""
+
+
 @functools.cache
 def rope_and_write(itemsize: int) -> Callable[..., None]:
     """The compiled kernel for a cache of 2 (bfloat16) or 4 (float32) bytes a number."""
     cache = uint16[:, :, ::1] if itemsize == 2 else uint32[:, :, ::1]
     signature = types.void(
         _ROWS, _ROWS, _ROWS, int32[::1], float32[::1], float32[::1], float32, int64, int64,
-        cache, cache, int32[::1], int64,
+        cache, cache, int32[::1], int64, int64,
     )  # fmt: skip
     return njit(signature, fastmath={"contract"}, **FLAGS)(_rope_and_write)

@@ -117,7 +117,7 @@ def rope_and_write(
         qkv.numpy(), cos.numpy(), sin.numpy(), positions.numpy(),
         _empty_weight() if q_norm is None else q_norm.numpy(),
         _empty_weight() if k_norm is None else k_norm.numpy(),
-        eps, heads, kv_heads, keys, values, places, size,
+        eps, heads, kv_heads, keys, values, places, size, qkv.shape[1] // (heads + 2 * kv_heads),
     )  # fmt: skip
 
 

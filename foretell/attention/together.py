@@ -15,8 +15,10 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-LINE = 8
-"""int64 items between two words that threads write: each in a cache line of its own."""
+from foretell.attention.code import I64
+
+LINE = 64
+"""Bytes between two words that threads write: each in a cache line of its own."""
 _SPINS = 4000
 """Looks at the barrier before the core is offered to someone else (tens of microseconds)."""
 _X86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -25,38 +27,35 @@ _offer_core = types.ExternalFunction(
 )
 
 
-def _place(context: Any, b: ir.IRBuilder, kind: Any, array: Any, index: Any) -> Any:
-    return b.gep(context.make_array(kind)(context, b, array).data, [index])
+def _place(b: ir.IRBuilder, address: Any) -> Any:
+    return b.inttoptr(address, I64.as_pointer())
 
 
 @intrinsic
-def fetch_add(typing: Any, array: Any, index: Any, value: Any) -> Any:
-    """array[index] += value as one operation; gives the value before. array: int64, flat."""
+def fetch_add(typing: Any, address: Any, value: Any) -> Any:
+    """Adds to the int64 at an address as one operation; gives the value before."""
 
     def generate(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        place = _place(context, b, signature.args[0], arguments[0], arguments[1])
-        return b.atomic_rmw("add", place, arguments[2], "acq_rel")
+        return b.atomic_rmw("add", _place(b, arguments[0]), arguments[1], "acq_rel")
 
-    return types.int64(array, types.int64, types.int64), generate
+    return types.int64(types.int64, types.int64), generate
 
 
 @intrinsic
-def _look(typing: Any, array: Any, index: Any) -> Any:
+def _look(typing: Any, address: Any) -> Any:
     def generate(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        place = _place(context, b, signature.args[0], *arguments)
-        return b.load_atomic(place, "acquire", 8)
+        return b.load_atomic(_place(b, arguments[0]), "acquire", 8)
 
-    return types.int64(array, types.int64), generate
+    return types.int64(types.int64), generate
 
 
 @intrinsic
-def _put(typing: Any, array: Any, index: Any, value: Any) -> Any:
+def _put(typing: Any, address: Any, value: Any) -> Any:
     def generate(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        place = _place(context, b, signature.args[0], arguments[0], arguments[1])
-        b.store_atomic(arguments[2], place, "release", 8)
+        b.store_atomic(arguments[1], _place(b, arguments[0]), "release", 8)
         return context.get_dummy_value()
 
-    return types.void(array, types.int64, types.int64), generate
+    return types.void(types.int64, types.int64), generate
 
 
 @intrinsic
@@ -70,24 +69,35 @@ def _pause(typing: Any) -> Any:
     return types.void(), generate
 
 
-@njit(nogil=True, error_model="numpy", inline="never")
+@njit(nogil=True, error_model="numpy")
 def meet(sync: Any, threads: Any) -> None:
     """Returns once all threads have called it.
 
     Args:
-        sync: int64, zero before the first use; items 0 and `LINE` count arrivals and meetings.
+        sync: address of two lines, zero before the first use: they count arrivals and meetings.
     """
     if threads == 1:
         return
-    meeting = _look(sync, LINE)
-    if fetch_add(sync, 0, 1) == threads - 1:
-        _put(sync, 0, 0)
-        _put(sync, LINE, meeting + 1)
+    meeting = _look(sync + LINE)
+    if fetch_add(sync, 1) == threads - 1:
+        _put(sync, 0)
+        _put(sync + LINE, meeting + 1)
         return
     looks = 0
-    while _look(sync, LINE) == meeting:
+    while _look(sync + LINE) == meeting:
         looks += 1
         if looks < _SPINS:
             _pause()
         else:
             _offer_core()
+
+
+@intrinsic
+def ticks(typing: Any) -> Any:
+    """The core's clock, in its own unit."""
+
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        kind, name = ir.FunctionType(I64, []), "llvm.readcyclecounter"
+        return b.call(b.module.globals.get(name) or ir.Function(b.module, kind, name), [])
+
+    return types.int64(), generate

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from foretell.attention.cpu import CpuAttention
+from foretell.attention.pool import num_threads, set_num_threads
 from foretell.config import EngineConfig
 from foretell.drafters import build as build_drafter
 from foretell.engine.engine import Engine
@@ -24,8 +23,7 @@ def build_engine(
     Raises:
         ValueError: something does not exist, does not fit or does not go together.
     """
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    set_num_threads(config.threads or num_threads())
     target = target or load(config.model, config.weights, max_model_len=config.max_model_len)
     limit = target.config.max_position_embeddings
     max_model_len = min(config.max_model_len or limit, limit)

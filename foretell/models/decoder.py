@@ -16,6 +16,7 @@ from foretell.attention.rows import add_rms_norm, rms_norm, rope_and_write, silu
 from foretell.models.config import ModelConfig
 from foretell.models.linear import Embedding, Linear
 from foretell.models.rope import Rope
+from foretell.models.whole_pass import can_run, whole_pass
 
 
 @dataclass(slots=True)
@@ -58,6 +59,7 @@ class Decoder:
         self.norm = norm
         self.lm_head = lm_head
         self.rope = rope
+        self.whole_pass = whole_pass(self)
 
     @torch.inference_mode()
     def forward(
@@ -85,6 +87,12 @@ class Decoder:
         self.rope.cover(layout.positions)
         cos, sin = self.rope.cos, self.rope.sin
         x = self.embedding(tokens)  # [R, H]
+        if self.whole_pass is not None and rows and can_run(attention, kv):
+            hidden, features = self.whole_pass(x, attention, layout, kv, cos, sin, taps)
+            for i, tap in enumerate(taps):
+                if tap == -1:
+                    features[:, i * x.shape[1] : (i + 1) * x.shape[1]] = hidden
+            return hidden, features if taps else None
         hidden = rms_norm(x, layers[0].input_norm, eps)
         tapped: dict[int, Tensor] = {}
         for i, layer in enumerate(layers):

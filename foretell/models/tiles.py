@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
 from llvmlite import binding, ir
 from numba import config, types
 from numba.extending import intrinsic
@@ -216,25 +217,44 @@ class _Tile:
         return totals
 
 
-@functools.cache
-def tile(kind: Weights, rows: int) -> Any:
+LIKE = {
+    "f32": np.empty(0, np.float32),
+    "bf16": np.empty(0, np.uint16),
+    "int8": np.empty(0, np.int8),
+    "int4": np.empty(0, np.uint8),
+}
+"""Compiled code learns the format from the type of an empty array, so that one function serves
+all, and numba's cache knows one from the other."""
+_KINDS: dict[str, Weights] = {str(array.dtype): kind for kind, array in LIKE.items()}
+
+
+@intrinsic
+def group_of(typing: Any, like: Any) -> Any:
+    """`GROUP` of the format, a constant."""
+    size = GROUP[_KINDS[str(like.dtype)]]
+    return types.int64(like), lambda *_: integer(size)
+
+
+def tile(rows: int) -> Any:
     """The function that multiplies `rows` fitted rows with one panel.
 
-    Its arguments, all int64: address of the first row and bytes between rows; address of the
-    panel's weights; K padded; addresses of the panel's `PANEL` scales and biases (float32) and of
-    its first output, and float32 items between the outputs' rows.
+    Its arguments: an array of `LIKE`; then all int64: address of the first row and bytes between
+    rows; address of the panel's weights; K padded; addresses of the panel's `PANEL` scales and
+    biases (float32) and of its first output, and float32 items between the outputs' rows.
     """
 
     @intrinsic
     def function(
-        typing: Any, x: Any, stride: Any, weights: Any, padded: Any, scale: Any, bias: Any,
-        out: Any, out_stride: Any,
+        typing: Any, like: Any, x: Any, stride: Any, weights: Any, padded: Any, scale: Any,
+        bias: Any, out: Any, width: Any,
     ) -> Any:  # fmt: skip
+        kind = _KINDS[str(like.dtype)]
+
         def generate(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-            _Tile(Code(b), kind, rows, list(arguments)).run()
+            _Tile(Code(b), kind, rows, list(arguments[1:])).run()
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 8), generate
+        return types.void(like, *[types.int64] * 8), generate
 
     return function
 
@@ -307,30 +327,30 @@ def _halves(code: Code, v: Any) -> Any:
     return b.trunc(b.select(b.fcmp_unordered("uno", v, v), words(0x7FC0), near), _SHORTS)
 
 
-@functools.cache
-def fit(kind: Weights) -> Any:
-    """The function that fits inputs first .. end - 1 of a row (whole groups).
+@intrinsic
+def fit(typing: Any, like: Any, x: Any, row: Any, first: Any, end: Any, padded: Any) -> Any:
+    """Fits inputs first .. end - 1 of a row (whole groups, first < end).
 
-    Its arguments, all int64: address of the row's float32 inputs, address of the fitted row,
-    first, end (first < end), K padded.
+    Args:
+        like: an array of `LIKE`; all others int64.
+        x: address of the row's float32 inputs.
+        row: address of the fitted row.
+        padded: K padded.
     """
+    kind = _KINDS[str(like.dtype)]
 
-    @intrinsic
-    def function(typing: Any, x: Any, row: Any, first: Any, end: Any, padded: Any) -> Any:
-        def generate(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-            code = Code(b)
-            x, row, first, end, padded = arguments
-            x, row = b.inttoptr(x, F32.as_pointer()), b.inttoptr(row, _I8.as_pointer())
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        code = Code(b)
+        x, row, first, end, padded = arguments[1:]
+        x, row = b.inttoptr(x, F32.as_pointer()), b.inttoptr(row, _I8.as_pointer())
 
-            def group(k: Any, _: list[Any]) -> list[Any]:
-                count = GROUP[kind] // LANES
-                vectors = [code.load(code.at(x, k, i * LANES)) for i in range(count)]
-                _fit_group(code, kind, vectors, row, k, padded)
-                return []
+        def group(k: Any, _: list[Any]) -> list[Any]:
+            count = GROUP[kind] // LANES
+            vectors = [code.load(code.at(x, k, i * LANES)) for i in range(count)]
+            _fit_group(code, kind, vectors, row, k, padded)
+            return []
 
-            code.loop(first, end, GROUP[kind], [], group)
-            return context.get_dummy_value()
+        code.loop(first, end, GROUP[kind], [], group)
+        return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 5), generate
-
-    return function
+    return types.void(like, *[types.int64] * 5), generate

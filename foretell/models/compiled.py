@@ -1,0 +1,239 @@
+"""The decoder's pass as one compiled call a thread: what `Decoder.forward` says, step by step.
+
+A step between two products takes a microsecond where calling it from Python takes ten, and
+there are three hundred of them. Imported on first use, as numba is slow to import.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.extending import intrinsic
+from numpy.lib.stride_tricks import as_strided
+
+from foretell.attention.kernels import FLAGS, attend_any
+from foretell.attention.row_kernels import add_row, norm_row, rope_and_write_any, silu_row
+from foretell.attention.together import LINE, fetch_add, meet, ticks
+from foretell.models.products import fit_row, float_at, floats, multiply
+from foretell.models.quant import PANEL
+
+LAYER = 4 * 3 + 5
+"""Items of a layer in the table: weights, scale and bias of each product (qkv, o, gate_up, down),
+then addresses of input norm, post norm, q norm and k norm (0: none), and the window."""
+PHASES = ("norms", "qkv", "rope", "attention", "o", "gate_up", "activation", "down")
+_SPAN = 512
+"""Inputs of the activation that are one piece of work."""
+
+
+def sync_bytes(layers: int) -> int:
+    """What a pass needs to keep its threads together: the barrier and a counter a hand-out."""
+    return LINE * (3 + 8 * layers)
+
+
+@njit(**FLAGS)
+def _met(sync: Any, shares: Any, share: Any, spent: Any, phase: Any, before: Any) -> Any:
+    """Waits for all threads; the first books the time since `before` on a phase."""
+    meet(sync, shares)
+    now = ticks()
+    if share == 0:
+        spent[phase] += now - before
+    return now
+
+
+@intrinsic
+def _cache_at(typing: Any, like: Any, address: Any) -> Any:
+    """A pointer to numbers as wide as those of the array `like`."""
+
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        kind = ir.IntType(signature.args[0].dtype.bitwidth)
+        return b.inttoptr(arguments[1], kind.as_pointer())
+
+    return types.CPointer(like.dtype)(like, types.int64), generate
+
+
+@njit(**FLAGS)
+def _matrix(
+    run: Any, table: Any, sizes: Any, i: Any, x: Any, stride: Any, rows: Any, out: Any,
+    counter: Any,
+) -> None:  # fmt: skip
+    """Product i of a layer."""
+    padded, panel, panels = sizes[3 * i], sizes[3 * i + 1], sizes[3 * i + 2]
+    multiply(
+        run, x, stride, rows, table[3 * i], padded, panel, panels, table[3 * i + 1],
+        table[3 * i + 2], out, PANEL * panels, counter,
+    )  # fmt: skip
+
+
+@njit(**FLAGS)
+def _norm(
+    fit: Any, x: Any, out: Any, temp: Any, weight: Any, eps: Any, delta: Any, width: Any,
+    fitted: Any, stride: Any, padded: Any, last: Any, counter: Any, piece: Any,
+) -> None:  # fmt: skip
+    """Adds a product's outputs to the rows of x and fits, or after the last layer keeps, the
+    norms. delta: its address, 0 for none."""
+    rows, hidden = x.shape
+    while True:
+        first = fetch_add(counter, piece)
+        if first >= rows:
+            return
+        for row in range(first, min(first + piece, rows)):
+            if delta:
+                add_row(floats(delta + 4 * row * width, hidden), x[row])
+            if last:
+                norm_row(x[row], weight, eps, out[row])
+            else:
+                norm_row(x[row], weight, eps, temp)
+                fit_row(fit, temp.ctypes.data, 0, hidden, fitted + row * stride, padded)
+
+
+@njit(**FLAGS)
+def _activate(
+    fit: Any, wide: Any, width: Any, rows: Any, inner: Any, temp: Any, fitted: Any, stride: Any,
+    padded: Any, counter: Any, piece: Any,
+) -> None:  # fmt: skip
+    spans = (inner + _SPAN - 1) // _SPAN
+    while True:
+        start = fetch_add(counter, piece)
+        if start >= rows * spans:
+            return
+        for item in range(start, min(start + piece, rows * spans)):
+            row, first = item // spans, item % spans * _SPAN
+            end = min(first + _SPAN, inner)
+            gate = wide + 4 * (row * width + first)
+            count = end - first
+            silu_row(floats(gate, count), floats(gate + 4 * inner, count), temp[:count])
+            fit_row(fit, temp.ctypes.data - 4 * first, first, end, fitted + row * stride, padded)
+
+
+@njit(**FLAGS)
+def _turn(
+    wide: Any, width: Any, at: Any, sizes: Any, cos: Any, sin: Any, positions: Any, cells: Any,
+    eps: Any, k_cache: Any, v_cache: Any, counter: Any, piece: Any,
+) -> None:  # fmt: skip
+    """Norms and rotates q and k in place, and writes k and v to the cache."""
+    rows, (heads, kv_heads, dim, size) = positions.shape[0], sizes[13:17]
+    qkv = carray(float_at(wide), (rows, width))
+    q_norm, k_norm = floats(at[14], dim if at[14] else 0), floats(at[15], dim if at[15] else 0)
+    while True:
+        first = fetch_add(counter, piece)
+        if first >= rows:
+            return
+        end = min(first + piece, rows)
+        rope_and_write_any(
+            qkv[first:end], cos, sin, positions[first:end], q_norm, k_norm, eps, heads,
+            kv_heads, k_cache, v_cache, cells[first:end], size, dim,
+        )  # fmt: skip
+
+
+@njit(**FLAGS)
+def run(
+    fit: Any,  # address of the weight format's `fit_row`
+    product: Any,  # and `multiply`
+    bits: Any,  # an empty array of the caches' width, uint16 or uint32
+    x: Any,  # [R, H], embeddings; becomes the last layer's output
+    hidden: Any,  # [R, H], after the final norm
+    tapped: Any,  # [R, taps * H]
+    taps: Any,  # [layers]: place in tapped, or -1
+    table: Any,  # [layers + 1, LAYER]: addresses; the last has the final norm only
+    caches: Any,  # [layers, 2]: addresses
+    sizes: Any,  # [18]: K padded, bytes of a panel, panels of each product; see `WholePass`
+    eps: Any,
+    scale: Any,
+    cos: Any,  # [P, rotated / 2]
+    sin: Any,
+    positions: Any,  # [R]
+    cells: Any,  # [R]
+    places: Any,  # [R, 4]: prefix, base, count, position
+    ancestors: Any,  # [R]
+    tiles: Any,  # [tiles, 3]
+    pages: Any,  # [B, P]
+    fitted: Any,  # address of R fitted rows
+    stride: Any,  # bytes of one
+    wide: Any,  # address of R rows of the widest product
+    seen: Any,  # address of [R, heads * D]
+    sync: Any,  # address of `sync_bytes` of zeros
+    spent: Any,  # [phases] ticks
+    share: Any,
+    shares: Any,
+) -> None:
+    rows, width = x.shape
+    inner, heads, kv_heads, dim, size, num_pages = sizes[12:18]
+    temp = np.empty(max(width, _SPAN) + 64, np.float32)
+    keep = np.empty((0, 0), np.float32)
+    piece = max(1, rows // (8 * shares))
+    counter, layers = sync + 2 * LINE, taps.shape[0]
+    now = ticks()
+    _norm(
+        fit, x, keep, temp, floats(table[0, 12], width), eps, 0, 0, fitted, stride, sizes[0], False,
+        counter, piece,
+    )  # fmt: skip
+    now = _met(sync, shares, share, spent, 0, now)
+    for layer in range(layers):
+        at, counter = table[layer], counter + LINE
+        _matrix(product, at, sizes, 0, fitted, stride, rows, wide, counter)
+        now = _met(sync, shares, share, spent, 1, now)
+
+        k_cache = carray(_cache_at(bits, caches[layer, 0]), (num_pages, kv_heads, size * dim))
+        v_cache = carray(_cache_at(bits, caches[layer, 1]), (num_pages, kv_heads, size * dim))
+        qkv_width, counter = PANEL * sizes[2], counter + LINE
+        _turn(
+            wide, qkv_width, at, sizes, cos, sin, positions, cells, eps, k_cache, v_cache,
+            counter, piece,
+        )  # fmt: skip
+        now = _met(sync, shares, share, spent, 2, now)
+
+        qkv = carray(float_at(wide), (rows, qkv_width))
+        q = as_strided(qkv, (rows, heads, dim), (4 * qkv_width, 4 * dim, 4))
+        out = carray(float_at(seen), (rows, heads, dim))
+        attend_any(
+            q, out, k_cache, v_cache, places, ancestors, tiles, pages, size, at[16], scale,
+            share, shares,
+        )  # fmt: skip
+        now = _met(sync, shares, share, spent, 3, now)
+
+        for row in range(share, rows, shares):
+            fit_row(
+                fit, seen + 4 * row * heads * dim, 0, heads * dim, fitted + row * stride, sizes[3]
+            )
+        meet(sync, shares)
+        counter += LINE
+        _matrix(product, at, sizes, 1, fitted, stride, rows, wide, counter)
+        now = _met(sync, shares, share, spent, 4, now)
+
+        counter += LINE
+        _norm(
+            fit, x, keep, temp, floats(at[13], width), eps, wide, PANEL * sizes[5], fitted, stride,
+            sizes[6], False, counter, piece,
+        )  # fmt: skip
+        now = _met(sync, shares, share, spent, 0, now)
+
+        counter += LINE
+        _matrix(product, at, sizes, 2, fitted, stride, rows, wide, counter)
+        now = _met(sync, shares, share, spent, 5, now)
+
+        counter += LINE
+        _activate(
+            fit, wide, PANEL * sizes[8], rows, inner, temp, fitted, stride, sizes[9], counter,
+            piece,
+        )  # fmt: skip
+        now = _met(sync, shares, share, spent, 6, now)
+
+        counter += LINE
+        _matrix(product, at, sizes, 3, fitted, stride, rows, wide, counter)
+        now = _met(sync, shares, share, spent, 7, now)
+
+        counter += LINE
+        last = layer + 1 == layers
+        _norm(
+            fit, x, hidden if last else keep, temp, floats(table[layer + 1, 12], width), eps, wide,
+            PANEL * sizes[11], fitted, stride, sizes[0], last, counter, piece,
+        )  # fmt: skip
+        now = _met(sync, shares, share, spent, 0, now)
+        if taps[layer] >= 0:
+            first = taps[layer] * width
+            for row in range(share, rows, shares):
+                tapped[row, first : first + width] = x[row]
+            meet(sync, shares)
