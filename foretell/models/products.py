@@ -16,12 +16,13 @@ from numba.extending import intrinsic
 from foretell.attention.kernels import FLAGS
 from foretell.attention.together import LINE, fetch_add, meet
 from foretell.config import Weights
+from foretell.models.fitting import fit
 from foretell.models.quant import GROUP, PANEL
-from foretell.models.tiles import LIKE, fit, group_of, tile
+from foretell.models.tiles import LIKE, group_of, tile
 
-_PIECE = 4
+_PIECE = 2
 """Panels handed out at once."""
-_tile1, _tile2, _tile4, _tile8 = (tile(rows) for rows in (1, 2, 4, 8))
+_tile1, _tile2, _tile4, _tile8 = tile(1, 0), tile(2, 1), tile(4, 1), tile(8, 1)
 SYNC = 3 * LINE
 """Bytes that `product` needs to keep its threads together."""
 
@@ -76,28 +77,34 @@ def _multiply(
         out: address of the outputs; rows are `width` items apart.
         counter: address of an int64 that counts what was handed out.
     """
-    while True:
-        start = fetch_add(counter, _PIECE)
-        if start >= panels:
-            return
-        for p in range(start, min(start + _PIECE, panels)):
+    block = 8 if rows >= 16 else (4 if rows >= 8 else 2)
+    start = fetch_add(counter, _PIECE)
+    while start < panels:
+        following = fetch_add(counter, _PIECE)
+        end = min(start + _PIECE, panels)
+        for p in range(start, end):
             w, at = weights + p * panel, 4 * PANEL * p
-            s, b, row = scale + at, bias + at, 0
-            while row + 8 <= rows:
-                y = out + at + 4 * row * width
-                _tile8(like, x + row * stride, stride, w, padded, s, b, y, width)
-                row += 8
-            if row + 4 <= rows:
-                y = out + at + 4 * row * width
-                _tile4(like, x + row * stride, stride, w, padded, s, b, y, width)
-                row += 4
-            if row + 2 <= rows:
-                y = out + at + 4 * row * width
-                _tile2(like, x + row * stride, stride, w, padded, s, b, y, width)
-                row += 2
-            if row < rows:
-                y = out + at + 4 * row * width
-                _tile1(like, x + row * stride, stride, w, padded, s, b, y, width)
+            s, b, y = scale + at, bias + at, out + at
+            after = weights + min(p + 1 if p + 1 < end else following, panels - 1) * panel
+            row = 0
+            while row < rows:
+                size = min(block, rows - row)
+                # Two blocks at a time, each of which fetches half of the panel that comes next:
+                # one that fetches all of it is slower than none that does.
+                ask = after + row // block % 2 * panel // 2
+                z, r = y + 4 * row * width, x + row * stride
+                if size == 8:
+                    _tile8(like, r, stride, w, padded, s, b, z, width, ask)
+                elif size >= 4:
+                    size = 4
+                    _tile4(like, r, stride, w, padded, s, b, z, width, ask)
+                elif size >= 2:
+                    size = 2
+                    _tile2(like, r, stride, w, padded, s, b, z, width, ask)
+                else:
+                    _tile1(like, r, stride, w, padded, s, b, z, width, ask)
+                row += size
+        start = following
 
 
 class Format(NamedTuple):

@@ -38,7 +38,8 @@ from foretell.config import Weights
 from foretell.models.quant import GROUP, PANEL
 
 _I8, _I16 = ir.IntType(8), ir.IntType(16)
-_BYTES, _SHORTS = ir.VectorType(_I8, LANES), ir.VectorType(_I16, LANES)
+_HINT = [ir.Constant(I32, x) for x in (0, 2, 1)]
+"""Of a fetch: to read, into the second cache, data."""
 _PAIRS = ir.VectorType(_I16, 2 * LANES)
 
 
@@ -63,7 +64,7 @@ def _has(feature: str) -> bool:
     return bool(binding.get_host_cpu_features().get(feature))
 
 
-def _call(b: ir.IRBuilder, name: str, result: Any, *arguments: Any) -> Any:
+def call(b: ir.IRBuilder, name: str, result: Any, *arguments: Any) -> Any:
     kind = ir.FunctionType(result, [x.type for x in arguments])
     return b.call(b.module.globals.get(name) or ir.Function(b.module, kind, name), arguments)
 
@@ -72,7 +73,7 @@ def _dot_bytes(code: Code, total: Any, weights: Any, x: Any) -> Any:
     """total + the sum of four products of an unsigned and a signed byte, in each lane."""
     b = code.b
     if _has("avx512vnni"):
-        return _call(b, "llvm.x86.avx512.vpdpbusd.512", WORDS, total, weights, x)
+        return call(b, "llvm.x86.avx512.vpdpbusd.512", WORDS, total, weights, x)
     eight = ir.Constant(_PAIRS, [8] * (2 * LANES))
     low = ir.Constant(_PAIRS, [255] * (2 * LANES))
     w, x = b.bitcast(weights, _PAIRS), b.bitcast(x, _PAIRS)
@@ -94,7 +95,7 @@ def _dot_halves(code: Code, total: Any, weights: Any, x: Any) -> Any:
     b = code.b
     if _has("avx512bf16"):
         kind = ir.VectorType(_BFloat(), 2 * LANES)
-        return _call(
+        return call(
             b, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total,
             b.bitcast(x, kind), b.bitcast(weights, kind),
         )  # fmt: skip
@@ -106,17 +107,30 @@ def _dot_halves(code: Code, total: Any, weights: Any, x: Any) -> Any:
 class _Tile:
     """The code of one panel against some rows."""
 
-    def __init__(self, code: Code, kind: Weights, rows: int, arguments: list[Any]) -> None:
-        self.code, self.kind, self.rows = code, kind, rows
+    def __init__(
+        self, code: Code, kind: Weights, rows: int, lines: int, arguments: list[Any]
+    ) -> None:
+        self.code, self.kind, self.rows, self.lines = code, kind, rows, lines
         b = code.b
         byte = _I8.as_pointer()
-        x, stride, weights, padded, scale, bias, out, out_stride = arguments
+        x, stride, weights, padded, scale, bias, out, out_stride, ahead = arguments
+        self.ahead = b.inttoptr(ahead, byte)
         self.x = [b.inttoptr(b.add(x, b.mul(stride, integer(m))), byte) for m in range(rows)]
         self.weights = b.inttoptr(weights, byte)
         self.padded = padded
         self.scale, self.bias = b.inttoptr(scale, byte), b.inttoptr(bias, byte)
         row = b.mul(out_stride, integer(4))
         self.out = [b.inttoptr(b.add(out, b.mul(row, integer(m))), byte) for m in range(rows)]
+
+    def ask(self, k: Any, group: int, step: int, steps: int) -> None:
+        """Has a step's share of the `lines` that go with each 128 bytes of weights fetched."""
+        if self.lines:
+            size = group // steps * self.lines // 2
+            groups = self.code.b.udiv(k, integer(GROUP[self.kind]))
+            at = self.code.b.mul(groups, integer(group * self.lines // 2))
+            for line in range(step * size, (step + 1) * size, 64):
+                place = self.code.at(self.ahead, at, line)
+                call(self.code.b, "llvm.prefetch.p0", ir.VoidType(), place, *_HINT)
 
     def vector(self, pointer: Any, offset: int = 0, kind: Any = WORDS) -> Any:
         return self.code.load(self.code.at(pointer, offset), kind)
@@ -146,6 +160,7 @@ class _Tile:
         weights = code.at(self.weights, b.mul(k, integer(PANEL * width)))
         x = [code.at(row, b.mul(k, integer(width))) for row in self.x]
         for step in range(GROUP[self.kind] * width // 4):
+            self.ask(k, PANEL * GROUP[self.kind] * width, step, GROUP[self.kind] * width // 4)
             both = [self.vector(weights, step * 128 + 64 * t) for t in range(2)]
             for m in range(self.rows):
                 item = self.spread(x[m], 4 * step)
@@ -172,6 +187,7 @@ class _Tile:
         for m in range(self.rows):
             sums += [self._extra(m, k, 1, I32)] * 2
         for step in range(GROUP["int8"] // 4):
+            self.ask(k, PANEL * GROUP["int8"], step, GROUP["int8"] // 4)
             both = [self.vector(weights, step * 128 + 64 * t) for t in range(2)]
             for m in range(self.rows):
                 item = self.spread(x[m], 4 * step)
@@ -192,6 +208,7 @@ class _Tile:
         low = words(0x0F0F0F0F)
         sums = [words(0)] * (2 * self.rows)
         for step in range(4):
+            self.ask(k, 2 * tile, step, 4)
             both = [self.vector(weights, step * 64 + tile * t) for t in range(2)]
             parts = [
                 [b.and_(v, low) for v in both],
@@ -228,129 +245,40 @@ all, and numba's cache knows one from the other."""
 _KINDS: dict[str, Weights] = {str(array.dtype): kind for kind, array in LIKE.items()}
 
 
+def kind_of(like: Any) -> Weights:
+    """The format that an array type stands for."""
+    return _KINDS[str(like.dtype)]
+
+
 @intrinsic
 def group_of(typing: Any, like: Any) -> Any:
     """`GROUP` of the format, a constant."""
-    size = GROUP[_KINDS[str(like.dtype)]]
+    size = GROUP[kind_of(like)]
     return types.int64(like), lambda *_: integer(size)
 
 
-def tile(rows: int) -> Any:
-    """The function that multiplies `rows` fitted rows with one panel.
+def tile(rows: int, lines: int) -> Any:
+    """The function that multiplies `rows` fitted rows with one panel, and has `lines` cache lines
+    fetched for every 128 bytes of weights: with many rows a core computes for longer than it looks
+    ahead.
 
     Its arguments: an array of `LIKE`; then all int64: address of the first row and bytes between
     rows; address of the panel's weights; K padded; addresses of the panel's `PANEL` scales and
-    biases (float32) and of its first output, and float32 items between the outputs' rows.
+    biases (float32) and of its first output, and float32 items between the outputs' rows;
+    address from which to fetch.
     """
 
     @intrinsic
     def function(
         typing: Any, like: Any, x: Any, stride: Any, weights: Any, padded: Any, scale: Any,
-        bias: Any, out: Any, width: Any,
+        bias: Any, out: Any, width: Any, ahead: Any,
     ) -> Any:  # fmt: skip
-        kind = _KINDS[str(like.dtype)]
+        kind = kind_of(like)
 
         def generate(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-            _Tile(Code(b), kind, rows, list(arguments[1:])).run()
+            _Tile(Code(b), kind, rows, lines, list(arguments[1:])).run()
             return context.get_dummy_value()
 
-        return types.void(like, *[types.int64] * 8), generate
+        return types.void(like, *[types.int64] * 9), generate
 
     return function
-
-
-def _rotated(code: Code, v: Any) -> Any:
-    """Sixteen numbers times a Hadamard matrix of 16: an outlier is spread over all of them
-    (QuaRot, Ashkboos et al. 2024). The weights bear the inverse."""
-    for bit in (1, 2, 4, 8):
-        other = code.b.shuffle_vector(v, v, words([lane ^ bit for lane in range(LANES)]))
-        sign = ir.Constant(FLOATS, [-1.0 if lane & bit else 1.0 for lane in range(LANES)])
-        v = code.fma(v, sign, other)
-    return v
-
-
-def _levels(code: Code, vectors: list[Any]) -> tuple[list[Any], Any, Any]:
-    """Numbers of a group as whole ones from -127 to 127, in words; the scale and the levels' sum.
-    Where one is not finite the scale is NaN, and so is all that the row is multiplied with."""
-    b = code.b
-    top, poison = floats(0.0), floats(0.0)
-    for v in vectors:
-        top = code.larger(_call(b, "llvm.fabs.v16f32", FLOATS, v), top)
-        poison = code.fma(v, floats(0.0), poison)
-    top = code.fold(top, code.larger)
-    poison = code.fold(poison, b.fadd)
-    empty = b.fcmp_ordered("==", top, floats(0.0))
-    inverse = b.select(empty, floats(0.0), b.fdiv(floats(127.0), top))
-    magic = floats(12582912.0)  # 1.5 * 2**23: adding it rounds to a whole number
-    whole = [
-        b.sub(b.bitcast(code.fma(v, inverse, magic), WORDS), b.bitcast(magic, WORDS))
-        for v in vectors
-    ]
-    total = whole[0]
-    for v in whole[1:]:
-        total = b.add(total, v)
-    scale = b.fadd(b.fmul(top, floats(1 / 127)), poison)
-    return whole, scale, code.fold(total, b.add)
-
-
-def _fit_group(
-    code: Code, kind: Weights, vectors: list[Any], row: Any, k: Any, padded: Any
-) -> None:
-    """Writes a group that starts at input k into a fitted row."""
-    b = code.b
-    if kind in ("f32", "bf16"):
-        width = 4 if kind == "f32" else 2
-        for i, v in enumerate(vectors):
-            if kind == "bf16":
-                v = _halves(code, v)
-            code.store(v, code.at(row, b.mul(k, integer(width)), i * LANES * width))
-        return
-    if kind == "int8":
-        vectors = [_rotated(code, v) for v in vectors]
-    whole, scale, total = _levels(code, vectors)
-    for i, v in enumerate(whole):
-        code.store(b.trunc(v, _BYTES), code.at(row, k, i * LANES))
-    first = ir.Constant(I32, 0)
-    place = code.at(row, padded, b.mul(b.udiv(k, integer(GROUP[kind])), integer(8)))
-    code.store(b.extract_element(scale, first), place)
-    less = b.mul(total, words(-128))
-    more = less if kind == "int8" else b.fmul(scale, b.sitofp(total, FLOATS))
-    code.store(b.extract_element(more, first), code.at(place, 4))
-
-
-def _halves(code: Code, v: Any) -> Any:
-    """Sixteen float32 as bfloat16 bits, to nearest, ties to even; NaN stays NaN."""
-    b = code.b
-    bits = b.bitcast(v, WORDS)
-    odd = b.and_(b.lshr(bits, words(16)), words(1))
-    near = b.lshr(b.add(b.add(bits, words(0x7FFF)), odd), words(16))
-    return b.trunc(b.select(b.fcmp_unordered("uno", v, v), words(0x7FC0), near), _SHORTS)
-
-
-@intrinsic
-def fit(typing: Any, like: Any, x: Any, row: Any, first: Any, end: Any, padded: Any) -> Any:
-    """Fits inputs first .. end - 1 of a row (whole groups, first < end).
-
-    Args:
-        like: an array of `LIKE`; all others int64.
-        x: address of the row's float32 inputs.
-        row: address of the fitted row.
-        padded: K padded.
-    """
-    kind = _KINDS[str(like.dtype)]
-
-    def generate(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        code = Code(b)
-        x, row, first, end, padded = arguments[1:]
-        x, row = b.inttoptr(x, F32.as_pointer()), b.inttoptr(row, _I8.as_pointer())
-
-        def group(k: Any, _: list[Any]) -> list[Any]:
-            count = GROUP[kind] // LANES
-            vectors = [code.load(code.at(x, k, i * LANES)) for i in range(count)]
-            _fit_group(code, kind, vectors, row, k, padded)
-            return []
-
-        code.loop(first, end, GROUP[kind], [], group)
-        return context.get_dummy_value()
-
-    return types.void(like, *[types.int64] * 5), generate
