@@ -264,7 +264,7 @@ def test_drawn_children_follow_the_law_without_replacement():
     kept = logits.topk(4).indices.tolist()
     q = torch.softmax((logits / 1.5)[kept].double(), -1)
     counts: dict[tuple[int, int], int] = {}
-    rounds = 6000
+    rounds = 3000
     shape = DynamicShape(1, 2, 2)
     for seed in range(rounds):
         text = Sequence("r", [1], params, seed=seed, slot=0)
