@@ -51,6 +51,9 @@ class DraftModel(Drafter):
         """int8, bf16, f32 or int4; target shares the target's weights as they are. By default int4
         for the target's own model, int8 for another."""
 
+        trust: float = 3.0
+        """As in TreeOptions; a model of its own is nearer to the target than a head."""
+
         def __post_init__(self) -> None:
             super().__post_init__()
             if self.weights not in ("", "target"):

@@ -116,7 +116,8 @@ def grow_tree(
     logits, depth = first_logits[[b for b, _ in nodes]], 0  # [F, Vd]
     while nodes:
         widths = [plans[b].width(trees[b], node) for b, node in nodes]
-        found = _children(ask, nodes, widths, depth, vocab.cut(logits), noise, vocab)
+        cut = vocab.cut(logits)
+        found = _children(ask, nodes, widths, depth, cut, noise, vocab, shape.trust)
         born: dict[int, list[int]] = {b: [] for b, _ in nodes}
         for row, (b, node) in enumerate(nodes):
             children = zip(found.tokens[row], found.logps[row], strict=True)
@@ -172,32 +173,38 @@ def _children(
     logits: Tensor,
     noise: Noise,
     vocab: DraftVocab,
+    trust: float,
 ) -> _Children:
     """Chooses ``widths[f]`` children of each node, fewer where its law has no more tokens.
 
     Args:
         nodes: [F] sequence and node, all at ``depth``.
         logits: [F, Vd] float32
+        trust: see `TreeShape`.
     """
     owners = [ask.sequences[b] for b, _ in nodes]
     params = [sequence.params for sequence in owners]
     scores = shaped = filtered(logits, params)
     noisy = [f for f, param in enumerate(params) if not param.greedy]
     if noisy:
-        seeds = [owners[f].seed for f in noisy]
-        positions = [len(owners[f].tokens) + depth for f in noisy]
-        if ask.sample:  # never the target's noise, and each node its own
-            seeds = [
-                _own_seed(seed, len(owners[f].tokens), nodes[f][1])
-                for f, seed in zip(noisy, seeds, strict=True)
-            ]
-        g = vocab.narrow(noise(seeds, positions), logits.shape[1])
+        length = [len(owners[f].tokens) for f in noisy]
+        keys = [
+            (
+                _own_seed(owners[f].seed, at, nodes[f][1]) if ask.sample else owners[f].seed,
+                at + depth,
+            )
+            for f, at in zip(noisy, length, strict=True)
+        ]
+        unlike = list(dict.fromkeys(keys))  # coupled nodes of one sequence and depth share theirs
+        g = noise([seed for seed, _ in unlike], [position for _, position in unlike])
+        g = vocab.narrow(g, logits.shape[1])  # [.., Vd]
+        place = {key: row for row, key in enumerate(unlike)}
         scores = scores.clone()
-        scores[noisy] += g
+        scores[noisy] += g[[place[key] for key in keys]]
     best, picked = _largest(scores, max(widths))  # [F, C]
-    total = scores.logsumexp(-1, keepdim=True)
+    total = (scores * trust).logsumexp(-1, keepdim=True)
     sound = best[:, :1].isfinite()
-    logps = (best - total).masked_fill(~sound, -torch.inf)
+    logps = (best * trust - total).masked_fill(~sound, -torch.inf)
     counts = cast(list[int], (logps > -torch.inf).sum(-1).tolist())
     counts = [min(pair) for pair in zip(counts, widths, strict=True)]
     probs = None

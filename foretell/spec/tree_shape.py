@@ -80,6 +80,12 @@ class TreeShape(Protocol):
         """Nodes besides the root, at most 63."""
         ...
 
+    @property
+    def trust(self) -> float:
+        """What the scores of tokens are multiplied by before they become probabilities by which
+        nodes are chosen."""
+        ...
+
     def plan(self, budget: int, depth: int) -> Plan:
         """For at most ``budget`` nodes and ``depth`` levels. The draft is run on at most ``budget``
         nodes, so their K and V fit into the cells that the engine reserves for the tree."""
@@ -91,7 +97,7 @@ class TreeShape(Protocol):
 
 
 class FixedShape:
-    """A tree known beforehand.
+    """A tree known beforehand, whatever the probabilities.
 
     Args:
         paths: every node's path, in any order.
@@ -99,6 +105,8 @@ class FixedShape:
     Raises:
         ValueError: not a tree that can be drafted; the message names the path.
     """
+
+    trust = 1.0
 
     def __init__(self, paths: SequenceOf[SequenceOf[int]]) -> None:
         known: set[TreePath] = {tuple(path) for path in paths}
@@ -140,6 +148,7 @@ class DynamicShape:
     depth: int
     topk: int
     num_nodes: int
+    trust: float = 1.0
 
     def plan(self, budget: int, depth: int) -> Plan:
         nodes = min(budget, self.num_nodes)
@@ -196,6 +205,9 @@ class TreeOptions(Drafter.Options):
     """Children of a node, and nodes of a level that grow on (EAGLE-2); 1 is a chain."""
     nodes: int = 0
     """Most nodes, chosen by the draft's own probabilities; 0 is four for each level."""
+    trust: float = 1.0
+    """How sure the draft is taken to be when nodes are chosen: 1 takes its probabilities as they
+    are, as in EAGLE-2; the closer it is to the target, the more it deserves."""
     tree: str = ""
     """A fixed tree instead: medusa, eagle, or a JSON file with a list of paths."""
 
@@ -207,6 +219,8 @@ class TreeOptions(Drafter.Options):
                 raise ValueError(f"{name}={value}: must be from 1 to {MAX_NODES - 1}")
         if not 0 <= self.nodes < MAX_NODES:
             raise ValueError(f"nodes={self.nodes}: must be from 1 to {MAX_NODES - 1}")
+        if not 0 < self.trust <= 100:
+            raise ValueError(f"trust={self.trust}: must be above 0 and at most 100")
         if self.nodes and self.topk == 1:
             raise ValueError(f"nodes={self.nodes}: topk=1 is a chain; say topk too, or depth alone")
 
@@ -224,7 +238,8 @@ class TreeOptions(Drafter.Options):
         depth = self.depth or k
         if self.is_chain:
             return chain(depth)
-        return DynamicShape(depth, self.topk, self.nodes or min(4 * depth, MAX_NODES - 1))
+        nodes = self.nodes or min(4 * depth, MAX_NODES - 1)
+        return DynamicShape(depth, self.topk, nodes, self.trust)
 
 
 class _FixedPlan:

@@ -28,7 +28,7 @@ SHAPES: list[TreeShape] = [
     read_shape("medusa"),
     DynamicShape(5, 4, 24),
     DynamicShape(3, 8, 63),
-    DynamicShape(7, 2, 10),
+    DynamicShape(7, 2, 10, trust=3.0),
     DynamicShape(2, 3, 1),
 ]
 
@@ -151,7 +151,7 @@ def test_trees_are_valid_within_budget_repeatable_and_independent(
     assert all(same(tree, b, again, b) for b in range(len(roots)))
 
 
-def eagle2(root: int, depth: int, topk: int, nodes: int, budget: int) -> set[Prefix]:
+def eagle2(root: int, depth: int, topk: int, nodes: int, budget: int, trust: float) -> set[Prefix]:
     """The algorithm without shortcuts: all candidates of every expanded level, then the best."""
     nodes = min(nodes, budget)
     depth = min(depth, nodes)
@@ -161,7 +161,7 @@ def eagle2(root: int, depth: int, topk: int, nodes: int, budget: int) -> set[Pre
     for _ in range(depth):
         level: dict[Prefix, float] = {}
         for path in edge:
-            logps = torch.log_softmax(said((root, *path)).double(), -1)
+            logps = torch.log_softmax(trust * said((root, *path)).double(), -1)
             best = logps.topk(min(topk, nodes))
             for logp, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
                 level[(*path, token)] = values.get(path, 0.0) + logp
@@ -171,13 +171,16 @@ def eagle2(root: int, depth: int, topk: int, nodes: int, budget: int) -> set[Pre
 
 
 @pytest.mark.parametrize("budget", [0, 1, 2, 3, 5, 9, 17, 40, 63])
+@pytest.mark.parametrize("trust", [1.0, 4.0])
 @pytest.mark.parametrize(("depth", "topk", "nodes"), [(5, 4, 24), (3, 8, 63), (7, 2, 10)])
-def test_dynamic_trees_are_those_of_eagle2(depth: int, topk: int, nodes: int, budget: int):
+def test_dynamic_trees_are_those_of_eagle2(
+    depth: int, topk: int, nodes: int, trust: float, budget: int
+):
     for root in range(6):
-        tree = grow([root], [budget], DynamicShape(depth, topk, nodes), GREEDY)
+        tree = grow([root], [budget], DynamicShape(depth, topk, nodes, trust), GREEDY)
         [(tokens, parents)] = tree.lists()
         paths = {tuple(tokens[n] for n in path_to(parents, i)) for i in range(1, len(tokens))}
-        assert paths == (eagle2(root, depth, topk, nodes, budget) if budget else set())
+        assert paths == (eagle2(root, depth, topk, nodes, budget, trust) if budget else set())
 
 
 @pytest.mark.parametrize("shape", [read_shape("eagle"), read_shape("medusa")])

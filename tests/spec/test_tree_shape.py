@@ -125,6 +125,7 @@ def test_options_give_shapes():
         ({"depth": "64"}, "scheme option depth=64: must be from 1 to 63"),
         ({"topk": "0"}, "scheme option topk=0: must be from 1 to 63"),
         ({"topk": "2", "nodes": "64"}, "scheme option nodes=64: must be from 1 to 63"),
+        ({"trust": "0"}, "scheme option trust=0.0: must be above 0 and at most 100"),
         ({"nodes": "8"}, "scheme option nodes=8: topk=1 is a chain"),
         ({"tree": "eagle", "topk": "2"}, "tree='eagle': a fixed tree has its own"),
     ],
