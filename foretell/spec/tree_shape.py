@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -156,14 +157,19 @@ class DynamicShape:
 
     def fixed(self) -> FixedShape:
         """The likeliest nodes of the whole tree of this depth and width, by rank alone."""
-        grown: list[TreePath] = []
-        edge: list[TreePath] = [()]
-        for _ in range(self.depth):
-            edge = [(*path, rank) for path in edge for rank in range(self.topk)]
-            edge = sorted(edge, key=lambda path: (-_guess(path), path))[: self.num_nodes]
-            grown += edge
-        grown.sort(key=lambda path: (-_guess(path), path))
-        return FixedShape(grown[: self.num_nodes])
+        return _by_rank(self.depth, self.topk, self.num_nodes)
+
+
+@cache
+def _by_rank(depth: int, topk: int, num_nodes: int) -> FixedShape:
+    grown: list[TreePath] = []
+    edge: list[TreePath] = [()]
+    for _ in range(depth):
+        edge = [(*path, rank) for path in edge for rank in range(topk)]
+        edge = sorted(edge, key=lambda path: (-_guess(path), path))[: num_nodes]
+        grown += edge
+    grown.sort(key=lambda path: (-_guess(path), path))
+    return FixedShape(grown[: num_nodes])
 
 
 def chain(length: int) -> FixedShape:
