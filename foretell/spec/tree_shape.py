@@ -166,10 +166,10 @@ def _by_rank(depth: int, topk: int, num_nodes: int) -> FixedShape:
     edge: list[TreePath] = [()]
     for _ in range(depth):
         edge = [(*path, rank) for path in edge for rank in range(topk)]
-        edge = sorted(edge, key=lambda path: (-_guess(path), path))[: num_nodes]
+        edge = sorted(edge, key=lambda path: (-_guess(path), path))[:num_nodes]
         grown += edge
     grown.sort(key=lambda path: (-_guess(path), path))
-    return FixedShape(grown[: num_nodes])
+    return FixedShape(grown[:num_nodes])
 
 
 def chain(length: int) -> FixedShape:
