@@ -11,9 +11,16 @@ import random
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+from torch import Tensor
+
+from foretell.config import SpeculationConfig
 from foretell.sequence import Sequence
-from foretell.spec.drafter import Ask, Drafter
+from foretell.spec.draft_vocab import DraftVocab
+from foretell.spec.drafter import Ask, Drafter, DraftRuntime, Needs
+from foretell.spec.grow_tree import Frontier, grow_tree
 from foretell.spec.tree import TokenTree, from_lists
+from foretell.spec.tree_shape import TreeOptions
 
 
 class Scripted(Drafter):
@@ -152,6 +159,52 @@ class Bushy(Scripted):
             node = child
         for _ in range(rng.randint(0, nodes.room)):
             self.scatter(nodes, rng)
+
+
+class Grown(Scripted):
+    """Trees by the growing loop over a draft sure of the right text, guessing elsewhere."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options(TreeOptions):
+        seed: int = 0
+
+    options: Options  # type: ignore[assignment]
+
+    def __init__(self, config: SpeculationConfig, runtime: DraftRuntime) -> None:
+        super().__init__(config, runtime)
+        self.shape = self.options.shape(config.k)
+        self.needs = Needs(nodes=self.shape.num_nodes)
+
+    def propose(self, ask: Ask) -> TokenTree:
+        truths = [self.truth(sequence, 63) for sequence in ask.sequences]
+        above: list[list[int]] = [[] for _ in truths]
+
+        def logits(b: int, path: list[int]) -> Tensor:
+            place = f"{self.options.seed} {len(ask.sequences[b].tokens)} {path}"
+            rng = random.Random(place)
+            row = torch.tensor([rng.gauss(0, 1) for _ in range(self.runtime.vocab_size)])
+            if path == truths[b][: len(path)] and len(path) < len(truths[b]):
+                row[truths[b][len(path)]] = 40.0
+            return row
+
+        def step(frontier: Frontier) -> Tensor:
+            nonlocal above
+            above = [
+                [*above[parent], token]
+                for parent, token in zip(frontier.parents, frontier.tokens, strict=True)
+            ]
+            return torch.stack([logits(b, above[f]) for f, b in enumerate(frontier.sequences)])
+
+        first = torch.stack([logits(b, []) for b in range(len(truths))])
+        return grow_tree(
+            ask,
+            ask.budgets,
+            first,
+            step,
+            self.shape,
+            self.runtime.sampler_noise,
+            DraftVocab(self.runtime.vocab_size),
+        )
 
 
 class Broken(Scripted):

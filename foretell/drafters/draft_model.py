@@ -21,9 +21,13 @@ from foretell.config import SpeculationConfig, weight_format
 from foretell.models.loader import LoadedModel, load
 from foretell.models.tokenizer import check_same_vocabulary
 from foretell.sequence import Sequence
-from foretell.spec.drafter import Ask, Commit, Drafter, DraftRuntime, KVGroup, Needs, run_rows
+from foretell.spec.draft_vocab import DraftVocab
+from foretell.spec.drafter import Ask, Commit, Drafter, DraftRuntime, KVGroup, Needs, Rows, run_rows
 from foretell.spec.grow import coupled, grow_chain, sampled
-from foretell.spec.tree import TokenTree, roots
+from foretell.spec.grow_tree import Frontier, frontier_rows, grow_tree
+from foretell.spec.tree import TokenTree
+from foretell.spec.tree import roots as only_roots
+from foretell.spec.tree_shape import TreeOptions
 
 
 @dataclass(eq=False)
@@ -37,17 +41,21 @@ class _Slot:
 
 
 class DraftModel(Drafter):
-    """Chains from any model with the same vocabulary."""
+    """Chains and trees from any model with the same vocabulary."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Options(Drafter.Options):
+    class Options(TreeOptions):
         model: str = ""
         """Short name, hub name, directory or .gguf file; empty is the target's own weights."""
         weights: str = ""
         """int8, bf16, f32 or int4; target shares the target's weights as they are. By default int4
         for the target's own model, int8 for another."""
 
+        trust: float = 3.0
+        """As in TreeOptions; a model of its own is nearer to the target than a head."""
+
         def __post_init__(self) -> None:
+            super().__post_init__()
             if self.weights not in ("", "target"):
                 weight_format(self.weights)
             if self.weights == "target" and self.model:
@@ -59,6 +67,7 @@ class DraftModel(Drafter):
         super().__init__(config, runtime)
         self.draft = self._load()
         shape = self.draft.config
+        self.shape = self.options.shape(config.k)
         self.vocab_size = min(shape.vocab_size, runtime.vocab_size)
         self.limit = min(shape.max_position_embeddings, runtime.max_model_len)
         self.needs = Needs(
@@ -68,7 +77,7 @@ class DraftModel(Drafter):
                 head_dim=shape.head_dim,
                 dtype=self.draft.kv_dtype,
             ),
-            max_nodes=config.k,
+            nodes=self.shape.num_nodes,
             max_positions=shape.max_position_embeddings,
         )
         self._slots: dict[int, _Slot] = {}
@@ -111,7 +120,14 @@ class DraftModel(Drafter):
             if slot and slot.ready and slot.sequence is sequence and slot.filled == lengths[b]:
                 budgets[b] = max(0, min(ask.budgets[b], self.limit - slot.filled))
         if not any(budgets):
-            return roots(ask.roots)
+            return only_roots(ask.roots)
+
+        for slot in slots:
+            if slot:
+                slot.scratch = []
+        first = self._carry[[max(sequence.slot, 0) for sequence in ask.sequences]]  # [B, V]
+        if not self.options.is_chain:
+            return self._tree(ask, budgets, first)
 
         def step(active: list[int], tokens: list[int], depth: int) -> Tensor:
             runs: list[tuple[_Slot, int, list[int]]] = []
@@ -125,9 +141,6 @@ class DraftModel(Drafter):
         def coins(active: list[int], depth: int) -> list[float]:
             return [_coin(ask.sequences[b].seed, lengths[b], depth) for b in active]
 
-        for slot in slots:
-            if slot:
-                slot.scratch = []
         params = [sequence.params for sequence in ask.sequences]
         seeds = [sequence.seed for sequence in ask.sequences]
         last = [length - 1 for length in lengths]
@@ -135,8 +148,18 @@ class DraftModel(Drafter):
             pick = sampled(params, coins)
         else:
             pick = coupled(params, seeds, last, self.runtime.sampler_noise)
-        first = self._carry[[max(sequence.slot, 0) for sequence in ask.sequences]]  # [B, V]
         return grow_chain(ask.roots, first, budgets, step, pick, self.runtime.vocab_size)
+
+    def _tree(self, ask: Ask, budgets: list[int], first: Tensor) -> TokenTree:
+        slots = [sequence.slot for sequence in ask.sequences]
+        roots = [len(sequence.tokens) - 1 for sequence in ask.sequences]
+
+        def step(frontier: Frontier) -> Tensor:
+            return self._forward(frontier_rows(slots, roots, frontier))
+
+        vocab = DraftVocab(self.runtime.vocab_size)
+        noise = self.runtime.sampler_noise
+        return grow_tree(ask, budgets, first, step, self.shape, noise, vocab)
 
     def forget(self, slots: list[int]) -> None:
         for slot in slots:
@@ -168,14 +191,18 @@ class DraftModel(Drafter):
 
     def _run(self, runs: list[tuple[_Slot, int, list[int]]], wanted: list[bool]) -> Tensor:
         """One forward pass: logits [O, V] behind the last token of each run that is wanted."""
-        vocab = self.draft.config.vocab_size
         rows = run_rows(
             [slot.sequence.slot for slot, _, _ in runs],
             [start for _, start, _ in runs],
-            # The target may know padding ids that the draft has no embedding for.
-            [[token if token < vocab else 0 for token in tokens] for _, _, tokens in runs],
+            [tokens for _, _, tokens in runs],
         )
         rows.outputs[:] = [r for r, want in zip(rows.outputs, wanted, strict=True) if want]
+        return self._forward(rows)
+
+    def _forward(self, rows: Rows) -> Tensor:
+        # The target may know padding ids that the draft has no embedding for.
+        vocab = self.draft.config.vocab_size
+        rows.tokens[:] = [token if token < vocab else 0 for token in rows.tokens]
         return self.runtime.forward(self.draft.model, rows)[:, : self.vocab_size]
 
 

@@ -48,6 +48,8 @@ class Engine:
         self.end_ids = eos_token_ids
         speculation = config.speculation
         self.k = speculation.k if speculation else 0
+        if drafter is not None and drafter.needs.nodes is not None:
+            self.k = drafter.needs.nodes
         self.rule: Verification = speculation.verification if speculation else "coupled"
         self.threshold = speculation.threshold if speculation else 1.0
         self.metrics = Metrics()

@@ -88,6 +88,10 @@ class Runtime:
 
     def sampler_noise(self, seeds: SequenceOf[int], positions: SequenceOf[int]) -> Tensor:
         """[R, V] float32 Gumbel noise of the target's own draws at those absolute positions."""
+        if self.device.type == "cpu":
+            from foretell.runtime import noise_cpu  # compiled; slow to import
+
+            return noise_cpu.gumbel(seeds, positions, self.vocab_size)
         return gumbel(seeds, positions, self.vocab_size, self.device)
 
     def move(self, slot: int, source: SequenceOf[int], target: SequenceOf[int]) -> None:

@@ -43,6 +43,8 @@ class Needs:
     """1 where the KV entry at position t depends on token t + 1 (feature drafters)."""
     max_nodes: int = 63
     """Most draft tokens a sequence and step, the root not counted."""
+    nodes: int | None = None
+    """Draft tokens for each step, where the scheme's own options decide about that; else k."""
     max_positions: int | None = None
     """The drafter's own context limit, where it is shorter than the target's."""
 

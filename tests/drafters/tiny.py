@@ -35,8 +35,9 @@ class TinyNet:
                 kv[rows.slots[r], layer, rows.cells[r], 0] = self.qkv[layer, 1] @ h
                 kv[rows.slots[r], layer, rows.cells[r], 1] = self.qkv[layer, 2] @ h
             for r, h in enumerate(hidden):
-                assert rows.ancestors[r] == 0
-                keys = kv[rows.slots[r], layer, : rows.prefix[r]]
+                seen = [*range(rows.prefix[r])]
+                seen += [rows.base[r] + j for j in range(1, 64) if rows.ancestors[r] >> j & 1]
+                keys = kv[rows.slots[r], layer, seen]
                 weights = torch.softmax(keys[:, 0] @ (self.qkv[layer, 0] @ h), 0)
                 hidden[r] = h + self.out[layer] @ (keys[:, 1] * weights[:, None]).sum(0)
         return torch.stack([self.head @ hidden[r] for r in rows.outputs]).float()
@@ -86,7 +87,7 @@ class MemoryRuntime:
     def sampler_noise(self, seeds: list[int], positions: list[int]) -> Tensor:
         rows: list[Tensor] = []
         for seed, position in zip(seeds, positions, strict=True):
-            g = torch.Generator().manual_seed(seed * 10007 + position)
+            g = torch.Generator().manual_seed((seed * 10007 + position) % 2**63)
             uniform = torch.rand(self.vocab_size, generator=g, dtype=torch.float64)
             rows.append(-(-uniform.clamp_min(1e-12).log()).log())
         return torch.stack(rows).float()

@@ -21,6 +21,7 @@ SCHEMES = [
     "prompt-lookup:k=6,ngram_min=1",
     "tests.fakes:Bushy,k=16",
     "tests.fakes:Mixed,k=5",
+    "draft-model:weights=target,depth=4,topk=3,nodes=12",
 ]
 SHARED = tiny.prompts(1, seed=8)[0] * 2
 PROMPTS = [

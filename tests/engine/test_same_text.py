@@ -7,12 +7,17 @@ from hypothesis import strategies as st
 from foretell.sequence import SamplingParams
 from tests import tiny
 from tests.fakes import Scripted
+from tests.faults.white_box import start, steps
 
 SCHEMES = [
     "prompt-lookup:k=8,ngram_min=1",
     "prompt-lookup:k=12,ngram_min=1,branches=3,patience=0",
     "draft-model:weights=target,k=4",
     "draft-model:weights=int4,k=3",
+    "draft-model:weights=int4,depth=4,topk=3,nodes=14",
+    "draft-model:weights=target,tree=eagle",
+    "tests.fakes:Grown,depth=5,topk=3,nodes=20",
+    "draft-model:weights=int4,tree=medusa",
     "tests.fakes:Oracle,k=5",
     "tests.fakes:Noise,k=20",
     "tests.fakes:Hostile,k=63",
@@ -117,6 +122,73 @@ def test_a_target_drafting_for_itself_is_always_accepted(k, name):
     warm = engine.generate(PROMPTS, SETTINGS[name])
     assert any(result.stats.num_cached_tokens for result in warm)
     assert all(result.stats.accepted == result.stats.drafted for result in warm)
+
+
+TREES = {
+    "depth=5,topk=4,nodes=24": 5,
+    "depth=3,topk=6,nodes=40": 3,
+    "tree=eagle": 5,
+    "tree=medusa": 4,
+}
+
+
+@pytest.mark.parametrize("name", ["greedy", "seeded"])
+@pytest.mark.parametrize("tree", TREES)
+def test_a_right_tree_of_depth_d_gives_d_plus_one_tokens_a_pass(tree, name):
+    engine = speculative(f"tests.fakes:Grown,{tree}", name)
+    tokens, count = TREES[tree] + 1, 0
+    for prompt, answer in zip(PROMPTS, plain(name), strict=True):
+        [sequence] = start(engine, [prompt], SETTINGS[name])
+        gains: list[int] = []
+        for _ in steps(engine, [sequence]):
+            gains.append(sequence.num_output - sum(gains))
+        assert sequence.output == answer
+        whole = [i for i, gain in enumerate(gains) if gain == tokens]
+        first = next(i for i, gain in enumerate(gains) if gain) + 1  # the prompt's own pass
+        # A tree shrinks where fewer tokens are left than it has nodes.
+        left = [len(answer) - sum(gains[:i]) - 1 for i in range(len(gains))]
+        full = [i for i in range(first, len(gains)) if left[i] >= tokens]
+        assert whole[: len(full)] == full
+        count += len(full)
+    assert count > 0
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("tree", TREES)
+def test_trees_under_every_rule(tree, rule):
+    """Greedy text is that of plain decoding; drawn trees are drawn and partly accepted."""
+    scheme = f"draft-model:weights=int4,{tree},verification={rule}"
+    engine = speculative(scheme, "greedy")
+    results = engine.generate(PROMPTS, tiny.greedy())
+    assert tiny.ids(results) == plain("greedy")
+    greedy = sum(result.stats.accepted for result in results)
+    by_coupled = speculative(scheme.replace(rule, "coupled"), "greedy").generate(
+        PROMPTS, tiny.greedy()
+    )
+    assert greedy == sum(result.stats.accepted for result in by_coupled) > 0
+    warm = engine.generate(PROMPTS, SETTINGS["seeded"])
+    assert tiny.ids(warm) == tiny.ids(engine.generate(PROMPTS, SETTINGS["seeded"]))
+    assert sum(result.stats.accepted for result in warm) > 0
+    assert not engine.engine.metrics.drafter_errors
+    tiny.check_idle(engine)
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 5, 16])
+def test_accepted_paths_are_moved_across_page_borders(page_size):
+    moves: list[tuple[int, int]] = []
+    for scheme in ("draft-model:weights=int4,tree=medusa", "tests.fakes:Bushy,k=40"):
+        engine = speculative(scheme, "greedy", page_size=page_size)
+        move = engine.engine.runtime.move
+
+        def spy(slot, source, target, move=move):
+            moves.extend(zip(source, target, strict=True))
+            move(slot, source, target)
+
+        engine.engine.runtime.move = spy
+        assert tiny.ids(engine.generate(PROMPTS, tiny.greedy())) == plain("greedy")
+        assert tiny.ids(engine.generate(PROMPTS, tiny.greedy())) == plain("greedy")  # warm
+    across = sum(source // page_size != target // page_size for source, target in moves)
+    assert across > 5
 
 
 def test_n_answers_are_those_of_plain_decoding_and_differ():

@@ -120,7 +120,8 @@ def test_J3_no_write_leaves_its_own_pages(k, monkeypatch):
     prompts, params = tiny.prompts(6), tiny.greedy(max_tokens=24)
     plain = know(monkeypatch, prompts, params)
     # The pool is nearly full, so that neighbours are adjacent and scratch is scarce.
-    for scheme in (SELF, "tests.fakes:Bushy", "tests.fakes:Hostile"):
+    tree = f"draft-model:weights=int4,depth=4,topk=3,nodes={3 * k}"
+    for scheme in (SELF, tree, "tests.fakes:Bushy", "tests.fakes:Hostile"):
         llm = tiny.llm(f"{scheme},k={k}", max_num_seqs=4, **SHORT)
         witness = Witness(llm)
         results = llm.generate(prompts, params)
@@ -135,13 +136,19 @@ def test_J3_cells_nobody_wrote_are_never_read(monkeypatch):
     """Memory that begins as NaN gives the same text: no masked or unwritten cell has weight."""
     prompts, params = tiny.prompts(6), tiny.greedy(max_tokens=24)
     plain = know(monkeypatch, prompts, params)
-    for scheme in (f"{SELF},k=5", "tests.fakes:Bushy,k=20"):
+    for scheme in (f"{SELF},k=5", f"{SELF},tree=eagle", "tests.fakes:Bushy,k=20"):
+        clean = tiny.llm(scheme).generate(prompts, params)
         llm = tiny.llm(scheme)
         for group in llm.engine.runtime.kv.layers.values():
             for layer in group:
                 for cache in layer:
                     cache.fill_(torch.nan)
-        assert tiny.ids(llm.generate(prompts, params)) == plain
+        results = llm.generate(prompts, params)
+        assert tiny.ids(results) == plain
+        # The draft's reads show in what was accepted only; Bushy draws its trees anew.
+        assert "Bushy" in scheme or [r.stats.accepted for r in results] == [
+            r.stats.accepted for r in clean
+        ]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -245,7 +252,13 @@ def test_J6_preempted_with_drafts_in_flight(scheme, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "scheme", [f"{SELF},k=4", "draft-model:weights=int4,k=4", "prompt-lookup:k=4,ngram_min=1"]
+    "scheme",
+    [
+        f"{SELF},k=4",
+        "draft-model:weights=int4,k=4",
+        "draft-model:weights=int4,depth=4,topk=3,nodes=12",
+        "prompt-lookup:k=4,ngram_min=1",
+    ],
 )
 def test_J7_a_prefix_hit_costs_no_acceptance(scheme):
     shared = tiny.prompts(1, seed=2, longest=40)[0] * 10

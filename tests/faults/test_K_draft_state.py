@@ -52,12 +52,15 @@ def rebuilt(clean: Clean, sequence: Sequence, budget: int) -> tuple[Tensor, list
     return kv, engine.drafter.propose(Ask([copy], [budget])).tokens[0].tolist()
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 8])
-@pytest.mark.parametrize("scheme", [SELF, INT4])
-def test_K1_K2_draft_state_is_that_of_a_clean_rebuild(scheme, k, answers):
+@pytest.mark.parametrize(
+    "scheme",
+    [f"{weights},k={k}" for weights in (SELF, INT4) for k in (1, 2, 3, 8)]
+    + [f"{INT4},depth=4,topk=3,nodes=12", f"{SELF},tree=eagle", f"{INT4},tree=medusa"],
+)
+def test_K1_K2_draft_state_is_that_of_a_clean_rebuild(scheme, answers):
     """Before each round draft KV covers exactly the committed tokens, the root's included, and
     neither it nor the proposal shows that drafts were made, accepted or refused."""
-    llm, clean = tiny.llm(f"{scheme},k={k}", max_num_seqs=3), Clean(f"{scheme},k={k}")
+    llm, clean = tiny.llm(scheme, max_num_seqs=3), Clean(scheme)
     drafter, propose, rounds = llm.engine.drafter, llm.engine.drafter.propose, [0, 0]
 
     def compare(ask: Ask):

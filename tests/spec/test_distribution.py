@@ -16,6 +16,7 @@ from scipy.stats import chi2
 
 from foretell.config import Verification
 from foretell.sequence import SamplingParams
+from foretell.spec.tree_shape import DynamicShape, FixedShape, TreeShape
 from tests.spec.toy import (
     CHAIN,
     LENGTH,
@@ -50,7 +51,9 @@ SETTINGS = {
         bad_token_ids=(5,),
     ),
 }
-RULES: list[tuple[Verification, str, tuple[int, ...]]] = [
+BUSHY = FixedShape([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1]])
+DYNAMIC = DynamicShape(depth=3, topk=3, num_nodes=7)
+RULES: list[tuple[Verification, str, tuple[int, ...] | TreeShape]] = [
     ("coupled", "argmax", CHAIN),
     ("coupled", "argmax", TREE),
     ("coupled", "coupled", CHAIN),
@@ -61,6 +64,11 @@ RULES: list[tuple[Verification, str, tuple[int, ...]]] = [
     ("rejection", "sampled", TREE),
     ("block", "sampled", CHAIN),
     ("block", "sampled", TREE),
+    ("coupled", "grown", BUSHY),
+    ("coupled", "grown", DYNAMIC),
+    ("rejection", "sampled", BUSHY),
+    ("rejection", "sampled", DYNAMIC),
+    ("block", "sampled", DYNAMIC),
 ]
 LOSSY: list[tuple[Verification, tuple[int, ...]]] = [
     ("typical", CHAIN),
@@ -96,7 +104,7 @@ def p_value(seen: Counter[Text], law: Mapping[Text, float]) -> float:
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize(("rule", "kind", "parents"), RULES)
 def test_same_distribution(
-    rule: Verification, kind: str, parents: tuple[int, ...], setting: str
+    rule: Verification, kind: str, parents: tuple[int, ...] | TreeShape, setting: str
 ) -> None:
     params = SETTINGS[setting]
     assert p_value(simulate(rule, kind, parents, params, 1200), text_law(params)) > ALPHA / FAMILY
@@ -106,7 +114,7 @@ def test_same_distribution(
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize(("rule", "kind", "parents"), RULES)
 def test_same_distribution_many(
-    rule: Verification, kind: str, parents: tuple[int, ...], setting: str
+    rule: Verification, kind: str, parents: tuple[int, ...] | TreeShape, setting: str
 ) -> None:
     params = SETTINGS[setting]
     assert p_value(simulate(rule, kind, parents, params, 20_000), text_law(params)) > ALPHA / FAMILY
@@ -137,9 +145,9 @@ def test_the_test_sees_a_wrong_target(wrong: str):
     assert p_value(seen, text_law(SETTINGS[wrong])) < ALPHA / FAMILY
 
 
-@pytest.mark.parametrize("parents", [CHAIN, TREE])
+@pytest.mark.parametrize("parents", [CHAIN, TREE, BUSHY, DYNAMIC])
 @pytest.mark.parametrize("kind", ["argmax", "coupled"])
-def test_coupled_gives_the_plain_text_of_each_seed(kind: str, parents: tuple[int, ...]):
+def test_coupled_gives_the_plain_text_of_each_seed(kind: str, parents: tuple[int, ...] | TreeShape):
     """Not only the distribution: the very texts."""
     for params in SETTINGS.values():
         plain = simulate("coupled", "argmax", (-1,), params, 200)

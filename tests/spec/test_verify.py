@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretell.spec.tree import TokenTree, chains, from_lists
-from foretell.spec.verify import Outcome, invert, verify
-from tests.spec.exact import Table, distance, emitted_law, plain_law
+from foretell.spec.tree_shape import DynamicShape, FixedShape
+from foretell.spec.verify import Outcome, invert, rejection_path, verify
+from tests.spec.exact import Table, distance, emitted_law, every_coin, every_draft, plain_law
 
 CHAIN = [-1, 0, 1]
 PAIRS = [-1, 0, 0, 1, 1, 2, 2]
@@ -101,6 +102,58 @@ def test_dropping_a_sampled_token_for_its_value_is_caught():
             token = tree.tokens[0, out[0].path[0]] if out[0].path else out[0].next_token
             first += (token == 0) / 2000
     assert first == pytest.approx(0.85, abs=2e-3)
+
+
+SHAPES = {
+    "bushy": FixedShape([[0], [1], [0, 0], [0, 1], [1, 0]]),
+    "star": FixedShape([[0], [1], [2], [0, 0]]),
+    "dynamic": DynamicShape(depth=2, topk=2, num_nodes=5).fixed(),
+}
+
+
+def depth_first(shape: FixedShape) -> list[int]:
+    """Parents of the nodes as grown trees have them."""
+    paths = [(), *sorted(shape.paths)]
+    return [-1, *(paths.index(path[:-1]) for path in paths[1:])]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("zeros", [0.0, 0.4])
+@pytest.mark.parametrize("seed", range(2))
+def test_drawn_trees_of_any_shape_are_exact(name: str, zeros: float, seed: int):
+    parents = depth_first(SHAPES[name])
+    # The draft needs as many tokens as a node has children.
+    target, draft = Table(3, seed, zeros=zeros), Table(3, 70 + seed)
+    law, tokens = emitted_law("rejection", parents, target, draft, sampled=True)
+    assert distance(law, plain_law(target, max(map(len, law)))) < 1e-12
+    single, fewer = emitted_law("rejection", [-1, 0, 1], target, draft, sampled=True)
+    assert single
+    assert tokens > fewer, "siblings help"
+
+
+def test_reranking_drawn_nodes_is_caught():
+    """EAGLE-2 keeps the likeliest of all nodes. Done to drawn ones it shifts the law."""
+    target, draft = Table(3, 1), Table(3, 71)
+    parents = [-1, 0, 0]
+
+    def kept(tokens: list[int]) -> list[int]:
+        q = draft(())
+        return [max(tokens[1:], key=lambda token: q[token])]
+
+    emitted: dict[int, float] = dict.fromkeys(range(3), 0.0)
+    for weight, tokens in every_draft(parents, draft, True, lambda q: []):
+        p, q = torch.tensor(target(()))[None], torch.tensor(draft(()))[None]
+        reduced = [0, *kept(tokens)]
+        p, q = p.repeat(2, 1), q.repeat(2, 1)
+        for chance, (path, left) in every_coin(
+            lambda coins, t=reduced, p=p, q=q: rejection_path(t, [-1, 0], p, q, coins), 2
+        ):
+            if path:
+                emitted[reduced[1]] += weight * chance
+            else:
+                for y in range(3):
+                    emitted[y] += weight * chance * float(left[y] / left.sum())
+    assert max(abs(emitted[y] - target(())[y]) for y in range(3)) > 0.01
 
 
 @settings(max_examples=60, deadline=None)

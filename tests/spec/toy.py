@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from functools import cache
 
 import numpy as np
@@ -14,12 +15,16 @@ from torch import Tensor
 
 from foretell.config import Verification
 from foretell.runtime.sampling import History, Shape, ShapeRow, draw, law, shape_logits
-from foretell.sequence import SamplingParams
+from foretell.sequence import SamplingParams, Sequence
+from foretell.spec.draft_vocab import DraftVocab
+from foretell.spec.drafter import Ask
 from foretell.spec.grow import Pick, argmax, coupled, grow_chain, sampled
+from foretell.spec.grow_tree import Frontier, grow_tree
 from foretell.spec.noise import gumbel, uniform
 from foretell.spec.shape import filtered
 from foretell.spec.shape import law as draft_law
 from foretell.spec.tree import TokenTree, from_lists
+from foretell.spec.tree_shape import TreeShape
 from foretell.spec.verify import verify
 
 VOCAB = 6
@@ -123,7 +128,7 @@ _shaped: dict[str, Shaped] = {}
 def simulate(
     rule: Verification,
     kind: str,
-    parents: tuple[int, ...],
+    parents: tuple[int, ...] | TreeShape,
     params: SamplingParams,
     count: int,
     threshold: float = 0.3,
@@ -131,7 +136,8 @@ def simulate(
     """The first LENGTH tokens of ``count`` sequences, each with its own seed.
 
     Args:
-        kind: how drafts are made: ``argmax``, ``coupled`` or ``sampled``.
+        kind: how drafts are made: ``argmax``, ``coupled`` or ``sampled``. With a shape, which
+            `grow_tree` follows, ``sampled`` decides alone.
     """
     if repr(params) not in _shaped:
         _shaped[repr(params)] = Shaped(params)
@@ -140,14 +146,20 @@ def simulate(
     while active := [s for s in range(count) if len(answers[s]) < LENGTH]:
         bases = [answers[s] for s in active]
         roots = [len(PROMPT) + len(text) - 1 for text in bases]
-        tree = make_drafts(kind, parents, shaped, active, bases, roots)
+        if isinstance(parents, tuple):
+            tree = make_drafts(kind, parents, shaped, active, bases, roots)
+        else:
+            tree = grown_drafts(kind, parents, shaped, active, bases)
+        width = tree.tokens.shape[1]
         prefixes = [
             base + tuple(path)
-            for base, row in zip(bases, tree.tokens.tolist(), strict=True)
-            for path in paths(row, parents)
+            for base, row, above in zip(
+                bases, tree.tokens.tolist(), tree.parents.tolist(), strict=True
+            )
+            for path in paths(row, above)
         ]
-        at, width = shaped.at(prefixes), len(parents)
-        seeds = [s for s in active for _ in parents]
+        at = shaped.at(prefixes)
+        seeds = [s for s in active for _ in range(width)]
         positions = [len(PROMPT) + len(text) for text in prefixes]
         greedy = [params.greedy] * len(prefixes)
         outcomes = verify(
@@ -165,7 +177,7 @@ def simulate(
     return Counter(answers)
 
 
-def paths(tokens: list[int], parents: tuple[int, ...]) -> list[list[int]]:
+def paths(tokens: list[int], parents: SequenceOf[int]) -> list[list[int]]:
     out: list[list[int]] = [[]]
     for i in range(1, len(parents)):
         out.append([*out[parents[i]], tokens[i]])
@@ -212,6 +224,34 @@ def make_drafts(
     if kind != "sampled":
         return tree
     return TokenTree(tree.tokens, tree.parents, tree.sizes, probs)
+
+
+def grown_drafts(
+    kind: str, shape: TreeShape, shaped: Shaped, seeds: list[int], bases: list[Text]
+) -> TokenTree:
+    """Trees by the growing loop, with the noise and seeds that an engine would use."""
+    sequences = [
+        Sequence("", [*PROMPT, *base], shaped.params, seed=seed, slot=0)
+        for base, seed in zip(bases, seeds, strict=True)
+    ]
+    above = bases
+
+    def step(frontier: Frontier) -> Tensor:
+        nonlocal above
+        pairs = zip(frontier.parents, frontier.tokens, strict=True)
+        above = [(*above[parent], token) for parent, token in pairs]
+        return shaped.raw_drafts[shaped.at(above)]
+
+    budgets = [shape.num_nodes] * len(bases)
+    return grow_tree(
+        Ask(sequences, budgets, kind == "sampled"),
+        budgets,
+        shaped.raw_drafts[shaped.at(bases)],
+        step,
+        shape,
+        lambda s, t: gumbel(s, t, VOCAB, CPU),
+        DraftVocab(VOCAB),
+    )
 
 
 def _chains(
