@@ -19,6 +19,7 @@ from foretell.bench.report import (
 from foretell.bench.run import PLAIN, SAME_TEXT, Arm, BenchConfig, measure, write_json
 from foretell.bench.workloads import default_workload, pick, read_workload
 from foretell.config import EngineConfig, SpeculationConfig
+from foretell.drafters import check
 from foretell.llm import LLM
 from foretell.progress import progress_bar
 
@@ -116,6 +117,7 @@ def _parse(text: str) -> tuple[str, SpeculationConfig]:
             f"speculation {text!r}: plain decoding is always measured; name a scheme to compare, "
             "for example prompt-lookup:k=8"
         )
+    check(speculation)
     return text, speculation
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from foretell.config import SpeculationConfig, weight_format
+from foretell.models.hub import resolve
 from foretell.models.loader import LoadedModel, load
 from foretell.models.tokenizer import check_same_vocabulary
 from foretell.sequence import Sequence
@@ -52,6 +53,8 @@ class DraftModel(Drafter):
                 weight_format(self.weights)
             if self.weights == "target" and self.model:
                 raise ValueError("weights='target': leave model out, or choose a weight format")
+            if self.model:
+                resolve(self.model)  # a misspelt name need not wait for the target
 
     options: Options
 
