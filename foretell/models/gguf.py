@@ -64,7 +64,8 @@ class GGUF:
         except FileNotFoundError:
             raise ValueError(f"{path} is missing") from None
         except (ValueError, OSError) as error:
-            raise ValueError(f"{path}: not a complete GGUF file ({error})") from None
+            reason = " ".join(str(error).split())  # a damaged name may hold anything
+            raise ValueError(f"{path}: not a complete GGUF file ({reason})") from None
         self._tensors: dict[str, Entry] = {}
         for tensor in header.tensors:
             name = hf_name(tensor.name)

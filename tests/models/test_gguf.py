@@ -154,7 +154,7 @@ def test_a_header_with_wrong_bytes_is_refused_or_read_but_never_a_traceback(whol
         except ValueError as error:
             said.append(str(error))
     assert said
-    assert all("m.gguf" in line and "\n" not in line for line in said)
+    assert [line for line in said if "m.gguf" not in line or "\n" in line] == []
 
 
 def test_names():
