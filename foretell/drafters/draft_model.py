@@ -112,7 +112,7 @@ class DraftModel(Drafter):
         budgets = [0] * len(slots)
         for b, (slot, sequence) in enumerate(zip(slots, ask.sequences, strict=True)):
             if slot and slot.ready and slot.sequence is sequence and slot.filled == lengths[b]:
-                budgets[b] = max(0, min(ask.budgets[b], self.limit - slot.filled))
+                budgets[b] = max(0, min(ask.lengths[b], self.limit - slot.filled))
         if not any(budgets):
             return roots(ask.roots)
 
