@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import sys
@@ -219,6 +220,17 @@ def demo(
 
 
 def _open(config: EngineConfig) -> LLM:
+    gc.disable()  # nothing imported or loaded here is garbage, and looking costs 0.2 s
+    try:
+        llm = _load(config)
+    finally:
+        gc.enable()
+    if llm.tokenizer is None:
+        raise ValueError(f"{config.model} comes without a tokenizer: use foretell.LLM with ids")
+    return llm
+
+
+def _load(config: EngineConfig) -> LLM:
     if config.speculation is not None:
         from foretell.drafters import check
 
@@ -232,10 +244,7 @@ def _open(config: EngineConfig) -> LLM:
     with status:
         from foretell.llm import LLM
 
-        llm = LLM(**_fields(config))
-    if llm.tokenizer is None:
-        raise ValueError(f"{config.model} comes without a tokenizer: use foretell.LLM with ids")
-    return llm
+        return LLM(**_fields(config))
 
 
 def _get(model: str) -> None:
