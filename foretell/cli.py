@@ -295,27 +295,13 @@ def _exit_on_failure(results: list[Result]) -> None:
 
 
 def _as_json(prompt: str, result: Result) -> dict[str, Any]:
-    stats = result.stats
     fields = dataclasses.asdict(result)
-    del fields["stats"]
-    return {
-        "prompt": prompt,
-        **fields,
-        "stats": {
-            "num_prompt_tokens": stats.num_prompt_tokens,
-            "num_cached_tokens": stats.num_cached_tokens,
-            "num_tokens": stats.num_tokens,
-            "num_passes": stats.num_passes,
-            "tau": stats.tau,
-            "drafted": stats.drafted,
-            "accepted": stats.accepted,
-            "drafted_by_position": stats.drafted_by_position,
-            "accepted_by_position": stats.accepted_by_position,
-            "tokens_per_second": stats.tokens_per_second,
-            "ttft": stats.ttft,
-            "itl": stats.itl,
-        },
-    }
+    names = (
+        *("num_prompt_tokens", "num_cached_tokens", "num_tokens", "num_passes", "tau"),
+        *("drafted", "accepted", "drafted_by_position", "accepted_by_position"),
+        *("tokens_per_second", "ttft", "itl"),
+    )
+    return {"prompt": prompt, **fields, "stats": {n: getattr(result.stats, n) for n in names}}
 
 
 def main(arguments: Sequence[str]) -> int:
