@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import sys
@@ -30,14 +31,37 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="LLM inference built around speculative decoding: faster, and the same text.",
     add_completion=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its tables cut long flags on a terminal of 80 columns
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(foretell.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
 
 ShowDraft = Annotated[
     bool, typer.Option("--show-draft", help="Mark the tokens that the draft guessed.")
 ]
-System = Annotated[str | None, typer.Option("--system", help="System message of the conversation.")]
+System = Annotated[
+    str | None,
+    typer.Option("--system", metavar="TEXT", help="System message of the conversation."),
+]
 
 
 @app.command()
@@ -46,10 +70,12 @@ def generate(
     engine: EngineConfig,
     sampling: SamplingParams,
     prompts: Annotated[
-        list[str] | None, typer.Argument(help="Prompts; - reads one from standard input.")
+        list[str] | None,
+        typer.Argument(metavar="PROMPT", help="Prompts; - reads one from standard input."),
     ] = None,
     file: Annotated[
-        list[Path] | None, typer.Option("--file", "-f", help="Read a prompt from a text file.")
+        list[Path] | None,
+        typer.Option("--file", "-f", metavar="FILE", help="Read a prompt from a text file."),
     ] = None,
     as_chat: Annotated[
         bool | None,
@@ -126,17 +152,24 @@ def bench(
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="Spec-Bench JSONL in place of the workload that comes with foretell."),
+        typer.Option(
+            metavar="FILE",
+            help="Spec-Bench JSONL in place of the workload that comes with foretell.",
+        ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="At most so many conversations of each category.")
+        int | None,
+        typer.Option(
+            min=1, metavar="INTEGER", help="At most so many conversations of each category."
+        ),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write everything measured to this file.")
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write everything measured to this file."),
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Tables in Markdown.")] = False,
 ) -> None:
-    """Measure schemes against plain decoding, alternately, prompt by prompt."""
+    """Measure schemes against plain decoding. They take turns, prompt by prompt."""
     _get(engine.model)
     from foretell.bench.command import bench as measure
 
@@ -155,7 +188,10 @@ def bench(
 
 @app.command()
 def pull(
-    model: Annotated[str, typer.Argument(help="A short name (smollm2) or a hub name (org/model).")],
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A short name (smollm2) or a hub name (org/model)."),
+    ],
 ) -> None:
     """Download a model into the cache directory and check it."""
     from foretell.models.hub import resolve
@@ -167,9 +203,11 @@ def pull(
 @from_fields(EngineConfig, speculation="prompt-lookup:k=8")
 def demo(
     engine: EngineConfig,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each kind.")] = 3,
+    repeats: Annotated[
+        int, typer.Option(min=1, metavar="INTEGER", help="Timed runs of each kind.")
+    ] = 3,
 ) -> None:
-    """Answer one prompt plainly and speculatively: same text, two speeds."""
+    """Answer a prompt plainly and speculatively: one text, two speeds."""
     from foretell.demo import show
 
     if engine.speculation is None:
@@ -178,16 +216,25 @@ def demo(
         raise typer.Exit(1)
 
 
-@app.command()
-def version() -> None:
-    """Print the version."""
-    print(foretell.__version__)
-
-
 # ---- helpers
 
 
 def _open(config: EngineConfig) -> LLM:
+    gc.disable()  # nothing imported or loaded here is garbage, and looking costs 0.2 s
+    try:
+        llm = _load(config)
+    finally:
+        gc.enable()
+    if llm.tokenizer is None:
+        raise ValueError(f"{config.model} comes without a tokenizer: use foretell.LLM with ids")
+    return llm
+
+
+def _load(config: EngineConfig) -> LLM:
+    if config.speculation is not None:
+        from foretell.drafters import check
+
+        check(config.speculation)
     _get(config.model)
     status = contextlib.nullcontext()
     if sys.stderr.isatty():
@@ -195,15 +242,9 @@ def _open(config: EngineConfig) -> LLM:
 
         status = Console(stderr=True).status(f"loading {config.model}")
     with status:
-        from foretell.drafters import find
         from foretell.llm import LLM
 
-        if config.speculation is not None:
-            find(config.speculation.method)  # a typo need not wait for the model
-        llm = LLM(**_fields(config))
-    if llm.tokenizer is None:
-        raise ValueError(f"{config.model} comes without a tokenizer: use foretell.LLM with ids")
-    return llm
+        return LLM(**_fields(config))
 
 
 def _get(model: str) -> None:
@@ -254,27 +295,13 @@ def _exit_on_failure(results: list[Result]) -> None:
 
 
 def _as_json(prompt: str, result: Result) -> dict[str, Any]:
-    stats = result.stats
     fields = dataclasses.asdict(result)
-    del fields["stats"]
-    return {
-        "prompt": prompt,
-        **fields,
-        "stats": {
-            "num_prompt_tokens": stats.num_prompt_tokens,
-            "num_cached_tokens": stats.num_cached_tokens,
-            "num_tokens": stats.num_tokens,
-            "num_passes": stats.num_passes,
-            "tau": stats.tau,
-            "drafted": stats.drafted,
-            "accepted": stats.accepted,
-            "drafted_by_position": stats.drafted_by_position,
-            "accepted_by_position": stats.accepted_by_position,
-            "tokens_per_second": stats.tokens_per_second,
-            "ttft": stats.ttft,
-            "itl": stats.itl,
-        },
-    }
+    names = (
+        *("num_prompt_tokens", "num_cached_tokens", "num_tokens", "num_passes", "tau"),
+        *("drafted", "accepted", "drafted_by_position", "accepted_by_position"),
+        *("tokens_per_second", "ttft", "itl"),
+    )
+    return {"prompt": prompt, **fields, "stats": {n: getattr(result.stats, n) for n in names}}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -12,26 +12,27 @@ from foretell.progress import progress_bar
 from foretell.sequence import FinishReason, SamplingParams
 
 _PROMPT = """\
-Here is a Python function:
+Here is a JSON object:
 
-```python
-def summarize_orders(orders):
-    total_price = 0
-    total_count = 0
-    for order in orders:
-        total_price = total_price + order.price * order.quantity
-        total_count = total_count + order.quantity
-    if total_count == 0:
-        return {"total_price": 0, "total_count": 0, "average_price": 0}
-    average_price = total_price / total_count
-    return {
-        "total_price": total_price,
-        "total_count": total_count,
-        "average_price": average_price,
-    }
+```json
+{
+  "name": "desk lamp",
+  "price": 49.5,
+  "stock": 12,
+  "colour": "green",
+  "material": "glass and brass",
+  "height_cm": 38,
+  "weight_kg": 2.4,
+  "bulb": "E14, 40 watts",
+  "cable_m": 1.8,
+  "made_in": "Lübeck",
+  "warranty_years": 3
+}
 ```
 
-Add a docstring to the function and leave the rest as it is. Answer with the whole function."""
+Change the price to 59.5 and the stock to 7, and leave the rest as it is. \
+Answer with the whole object."""
+"""An edit that a model of 135 million parameters gets right; speculation likes edits."""
 
 
 @dataclass
@@ -51,7 +52,7 @@ def show(llm: LLM, speculation: SpeculationConfig, repeats: int, max_tokens: int
     """Prints the answer as it comes, both speeds (median of ``repeats`` alternating runs) and the
     acceptance length; True when every run gave the same tokens."""
     # The closing fence ends the answer: small models chat on behind it.
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, stop="\n```")
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, stop="\n```\n")
     prompt = llm.chat_prompt([{"role": "user", "content": _PROMPT}])
     plain, speculative = _Arm("plain", False), _Arm(speculation.method, True)
     arms = [plain, speculative]
@@ -62,7 +63,8 @@ def show(llm: LLM, speculation: SpeculationConfig, repeats: int, max_tokens: int
         print(delta.text, end="", flush=True)
         shown = delta.result or shown
     assert shown is not None
-    print("\n```\n---" if shown.finish_reason == FinishReason.STOP else "\n---", flush=True)
+    fenced = shown.finish_reason != FinishReason.STOP or shown.text.endswith("```")
+    print("\n---" if fenced else "\n```\n---", flush=True)
     llm.generate(prompt, SamplingParams(temperature=0, max_tokens=8))
     with progress_bar("timing", 2 * repeats, shown=sys.stderr.isatty()) as advance:
         for run in range(repeats):  # alternately: a machine that slows down does so for both

@@ -95,7 +95,6 @@ def _flag(
     kind = get_type_hints(config)[field.name]
     default = defaults.get(field.name, field.default)
     option: dict[str, Any] = {"help": field_docs(config).get(field.name, "")}
-    option["rich_help_panel"] = config.__name__.removesuffix("Config").removesuffix("Params")
     name = "--" + field.name.replace("_", "-")
     inner = _without_none(kind)
     if inner is bool:

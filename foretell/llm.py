@@ -18,7 +18,14 @@ from foretell.engine.build import build_engine
 from foretell.engine.detokenize import Detokenizer
 from foretell.models.loader import LoadedModel
 from foretell.progress import progress_bar
-from foretell.prompts import as_prompts, each_params, is_prompt, token_ids
+from foretell.prompts import (
+    as_conversation,
+    as_conversations,
+    as_prompts,
+    each_params,
+    is_prompt,
+    token_ids,
+)
 from foretell.sequence import FinishReason, Logprob, SamplingParams, Sequence, Stats
 
 Prompt = str | SequenceOf[int]
@@ -149,11 +156,11 @@ class LLM:
 
         Args:
             messages: ``{"role": ..., "content": ...}`` in order, or a list of such lists.
+
+        Raises:
+            ValueError: as `generate`; or no messages, or the template refuses them.
         """
-        if not messages:
-            raise ValueError("messages is empty: give at least one user message")
-        conversations: Any = [messages] if isinstance(messages[0], dict) else messages
-        prompts = [self.chat_prompt(conversation) for conversation in conversations]
+        prompts = [self.chat_prompt(conversation) for conversation in as_conversations(messages)]
         return self.generate(prompts, params, speculate=speculate, progress=progress)
 
     def stream(
@@ -196,7 +203,7 @@ class LLM:
         """Token ids of a conversation, up to where the answer begins."""
         if self.tokenizer is None:
             raise ValueError(f"{self._no_tokenizer}; use generate with token ids")
-        return self.tokenizer.apply_chat_template(list(messages))
+        return self.tokenizer.apply_chat_template(as_conversation(messages))
 
     # ---- inside
 

@@ -24,6 +24,35 @@ def as_prompts(prompts: Any) -> list[Any]:
     return [prompts] if single else prompts
 
 
+def as_conversations(messages: Any) -> list[list[Any]]:
+    """One conversation or many as many.
+
+    Raises:
+        ValueError: neither.
+    """
+    if isinstance(messages, list | tuple) and messages:
+        inner = [isinstance(part, list | tuple) for part in messages]
+        if all(inner):
+            return [as_conversation(part) for part in messages]
+    return [as_conversation(messages)]
+
+
+def as_conversation(messages: Any) -> list[Any]:
+    """The messages of one conversation; what is in them is for the chat template.
+
+    Raises:
+        ValueError: not a list of any.
+    """
+    if not isinstance(messages, list | tuple):
+        raise ValueError(
+            f"messages={messages!r:.60}: must be a list such as "
+            '[{"role": "user", "content": "..."}]; generate takes a bare text'
+        )
+    if not messages:
+        raise ValueError("messages is empty: give at least one user message")
+    return list(messages)
+
+
 def token_ids(prompt: Any) -> list[int]:
     """Ids as Python's ints, whatever they come as.
 

@@ -16,9 +16,18 @@ from foretell.bench.report import (
     summarize,
     tables,
 )
-from foretell.bench.run import PLAIN, SAME_TEXT, Arm, BenchConfig, measure, write_json
+from foretell.bench.run import (
+    PLAIN,
+    SAME_TEXT,
+    Arm,
+    BenchConfig,
+    check_writable,
+    measure,
+    write_json,
+)
 from foretell.bench.workloads import default_workload, pick, read_workload
 from foretell.config import EngineConfig, SpeculationConfig
+from foretell.drafters import check
 from foretell.llm import LLM
 from foretell.progress import progress_bar
 
@@ -56,8 +65,8 @@ def bench(
     config, console = config or BenchConfig(), console or Console()
     parsed = [_parse(text) for text in dict.fromkeys(schemes or DEFAULT_SCHEMES)]
     conversations = pick(read_workload(prompts) if prompts else default_workload(), limit)
-    if json is not None and not json.parent.is_dir():
-        raise ValueError(f"{json}: there is no folder {json.parent}")
+    if json is not None:
+        check_writable(json)
     # Whoever comes second would find the prompt's pages in the cache and win every prefill.
     engine = (engine or EngineConfig()).with_(speculation=None, prefix_caching=False)
     slots = max(config.batch, engine.max_num_seqs)
@@ -116,6 +125,7 @@ def _parse(text: str) -> tuple[str, SpeculationConfig]:
             f"speculation {text!r}: plain decoding is always measured; name a scheme to compare, "
             "for example prompt-lookup:k=8"
         )
+    check(speculation)
     return text, speculation
 
 

@@ -243,6 +243,19 @@ def first_difference(one: list[int], other: list[int]) -> int | None:
     return None if len(one) == len(other) else min(len(one), len(other))
 
 
+def check_writable(path: Path) -> None:
+    """
+    Raises:
+        ValueError: nothing can be written there; told before hours of measuring, not after.
+    """
+    if path.is_dir():
+        raise ValueError(f"{path}: is a folder; name a file")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{path}: cannot be written (no permission)")
+
+
 def write_json(path: Path, measurement: Measurement, facts: dict[str, Any]) -> None:
     """Writes everything measured, with what it was measured on; whole or not at all.
 
@@ -255,15 +268,20 @@ def write_json(path: Path, measurement: Measurement, facts: dict[str, Any]) -> N
     text = (
         json.dumps(head, indent=1)[:-2] + ',\n "answers": [\n' + ",\n".join(answers) + "\n ]\n}\n"
     )
-    part = path.with_name(f".{path.name}.{os.getpid()}")
+    # A pipe or a device such as /dev/stdout is written to, a file is replaced once all is written.
+    special = path.exists() and not path.is_file()
+    part = path if special else path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with part.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
+            if not special:
+                os.fsync(file.fileno())
+        if not special:
+            part.replace(path)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        if not special:
+            part.unlink(missing_ok=True)
         raise ValueError(f"{path}: cannot be written ({error.strerror or error})") from None
 
 

@@ -8,6 +8,7 @@ from typing import Any, TypeGuard
 
 from foretell.config import SpeculationConfig
 from foretell.spec.drafter import Drafter, DraftRuntime
+from foretell.spec.options import read_options
 
 
 def schemes() -> list[str]:
@@ -45,6 +46,15 @@ def find(method: str) -> type[Drafter]:
         what = f"no Drafter subclass {class_name!r}" if colon else f"{len(own)} Drafter subclasses"
         raise ValueError(f"speculation method {method!r}: {what} in {module_name}, one is needed")
     return own[0]
+
+
+def check(config: SpeculationConfig) -> None:
+    """Looks at everything about a scheme that can be looked at without a target.
+
+    Raises:
+        ValueError: as `build`.
+    """
+    read_options(find(config.method).Options, config.options, config.method)
 
 
 def build(config: SpeculationConfig, runtime: DraftRuntime) -> Drafter:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from foretell.config import SpeculationConfig, weight_format
+from foretell.models.hub import resolve
 from foretell.models.loader import LoadedModel, load
 from foretell.models.tokenizer import check_same_vocabulary
 from foretell.sequence import Sequence
@@ -60,6 +61,8 @@ class DraftModel(Drafter):
                 weight_format(self.weights)
             if self.weights == "target" and self.model:
                 raise ValueError("weights='target': leave model out, or choose a weight format")
+            if self.model:
+                resolve(self.model)  # a misspelt name need not wait for the target
 
     options: Options
 
@@ -118,7 +121,7 @@ class DraftModel(Drafter):
         budgets = [0] * len(slots)
         for b, (slot, sequence) in enumerate(zip(slots, ask.sequences, strict=True)):
             if slot and slot.ready and slot.sequence is sequence and slot.filled == lengths[b]:
-                budgets[b] = max(0, min(ask.budgets[b], self.limit - slot.filled))
+                budgets[b] = max(0, min(ask.lengths[b], self.limit - slot.filled))
         if not any(budgets):
             return only_roots(ask.roots)
 

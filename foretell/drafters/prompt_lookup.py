@@ -205,14 +205,14 @@ class PromptLookup(Drafter):
     def propose(self, ask: Ask) -> TokenTree:
         tokens: list[list[int]] = []
         parents: list[list[int]] = []
-        for sequence, budget in zip(ask.sequences, ask.budgets, strict=True):
+        for sequence, budget, depth in zip(ask.sequences, ask.budgets, ask.depths, strict=True):
             slot = self._read(sequence, len(sequence.tokens))
             self._learn(slot)
             tree = ([sequence.tokens[-1]], [-1])
             if slot.pause and budget:
                 slot.pause -= 1
             elif budget:
-                self._draft(slot.index, budget, *tree)
+                self._draft(slot.index, budget, depth, *tree)
             if len(tree[0]) > 1:
                 slot.drafted_at = len(sequence.tokens)
                 slot.tokens, slot.parents = tree
@@ -233,16 +233,19 @@ class PromptLookup(Drafter):
         slot.index.extend(sequence.tokens[len(slot.index) : end])
         return slot
 
-    def _draft(self, index: NgramIndex, budget: int, tokens: list[int], parents: list[int]) -> None:
+    def _draft(
+        self, index: NgramIndex, budget: int, depth: int, tokens: list[int], parents: list[int]
+    ) -> None:
         """Adds nodes to a tree of only its root: branches grow in turn, one level at a time."""
         matches = index.matches(min(self.options.branches, budget))
-        drafts = [index.continuation(match, budget) for match in matches]
+        length = min(budget, depth)
+        drafts = [index.continuation(match, length) for match in matches]
         ends = [0] * len(drafts)  # they differ in their first token, so no two share a node
-        for depth in range(budget):
+        for level in range(length):
             for branch, draft in enumerate(drafts):
                 if len(tokens) > budget:
                     return
-                tokens.append(draft[depth])
+                tokens.append(draft[level])
                 parents.append(ends[branch])
                 ends[branch] = len(tokens) - 1
 

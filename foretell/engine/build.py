@@ -6,7 +6,9 @@ from foretell.attention.cpu import CpuAttention
 from foretell.attention.pool import num_threads, set_num_threads
 from foretell.config import EngineConfig
 from foretell.drafters import build as build_drafter
+from foretell.drafters import check as check_drafter
 from foretell.engine.engine import Engine
+from foretell.models.config import ModelConfig
 from foretell.models.loader import LoadedModel, load
 from foretell.runtime.kv import num_pages_for, page_bytes
 from foretell.runtime.runner import Runtime
@@ -24,13 +26,22 @@ def build_engine(
         ValueError: something does not exist, does not fit or does not go together.
     """
     set_num_threads(config.threads or num_threads())
-    target = target or load(config.model, config.weights, max_model_len=config.max_model_len)
-    limit = target.config.max_position_embeddings
-    max_model_len = min(config.max_model_len or limit, limit)
-    if config.max_model_len is not None and config.max_model_len > limit:
-        raise ValueError(
-            f"max_model_len={config.max_model_len}: the model was made for {limit} tokens"
-        )
+    if config.speculation:
+        check_drafter(config.speculation)  # a mistake need not wait for the model
+
+    def accept(model: ModelConfig) -> None:
+        limit = model.max_position_embeddings
+        if config.max_model_len is not None and config.max_model_len > limit:
+            raise ValueError(
+                f"max_model_len={config.max_model_len}: the model was made for {limit} tokens"
+            )
+
+    if target is None:
+        length = config.max_model_len
+        target = load(config.model, config.weights, max_model_len=length, accept=accept)
+    else:
+        accept(target.config)
+    max_model_len = config.max_model_len or target.config.max_position_embeddings
     runtime = Runtime(
         target,
         CpuAttention(),

@@ -52,6 +52,10 @@ class PageCache:
     def pages_for(self, num_cells: int) -> int:
         return -(-num_cells // self.page_size)
 
+    def num_cells(self, sequence: Sequence) -> int:
+        """Cells that a sequence could have now, the pages it holds included."""
+        return (len(sequence.pages) + self.num_free) * self.page_size
+
     def match(self, sequence: Sequence) -> int:
         """Gives a new sequence the pages that its tokens share with the prefix cache.
 

@@ -17,9 +17,9 @@ from foretell.engine.rows import Span, lay_out
 from foretell.engine.scheduler import Item, Scheduler
 from foretell.runtime.runner import Runtime
 from foretell.sequence import FinishReason, SamplingParams, Sequence
-from foretell.spec.budget import limit
+from foretell.spec.budget import Limit, limit
 from foretell.spec.drafter import Ask, Commit, Drafter
-from foretell.spec.tree import TokenTree, depths, roots
+from foretell.spec.tree import TokenTree, cut, depths, roots
 
 log = logging.getLogger("foretell")
 
@@ -156,10 +156,10 @@ class Engine:
                     ended.append(sequence)
         return ended
 
-    def _draft_limit(self, sequence: Sequence) -> int:
-        """Draft nodes that may be asked for now; every drafted token could still be emitted."""
+    def _draft_limit(self, sequence: Sequence) -> Limit:
+        """The tree that may be asked for now; every path of it could still be emitted."""
         if self.drafter is None or not sequence.speculate:
-            return 0
+            return Limit(0, 0)
         needs, length = self.drafter.needs, len(sequence.tokens)
         room = self.runtime.max_model_len - length
         if needs.max_positions is not None:
@@ -182,6 +182,7 @@ class Engine:
             [item.sequence for item in items],
             [item.budget for item in items],
             sample=self.rule in ("rejection", "block"),
+            depths=[item.depth for item in items],
         )
         try:
             tree = self.drafter.propose(ask)
@@ -190,10 +191,10 @@ class Engine:
             assert [tokens[0] for tokens, _ in tree.lists()] == ask.roots, "node 0 is the root"
             within = [count <= item.budget for count, item in zip(drafted, items, strict=True)]
             assert all(within), "more nodes than the budget"
+            return cut(tree, ask.depths)
         except Exception as error:
             self._drafter_failed("propose", error)
             return plain
-        return tree
 
     def _commit(
         self, item: Item, tree: tuple[list[int], list[int]], i: int, choice: Choice

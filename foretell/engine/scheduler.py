@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from foretell.config import EngineConfig
 from foretell.engine.cache import PageCache
 from foretell.sequence import Sequence
-from foretell.spec.budget import FixedBudget
+from foretell.spec.budget import FixedBudget, Limit
 
 
 @dataclass
@@ -26,6 +26,8 @@ class Item:
     """Known tokens to compute, from num_computed on."""
     budget: int = 0
     """Draft nodes at most, the root not counted."""
+    depth: int = 0
+    """Draft nodes on one path at most."""
 
     @property
     def reaches_end(self) -> bool:
@@ -39,7 +41,7 @@ class Scheduler:
         config: limits.
         cache: pages.
         on_leave: called with the slots of sequences that were preempted.
-        draft_limit: draft nodes that a sequence may use now (0: none).
+        draft_limit: the largest tree that a sequence may use now.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class Scheduler:
         config: EngineConfig,
         cache: PageCache,
         on_leave: Callable[[list[int]], None],
-        draft_limit: Callable[[Sequence], int],
+        draft_limit: Callable[[Sequence], Limit],
     ) -> None:
         self.config = config
         self.cache = cache
@@ -102,10 +104,13 @@ class Scheduler:
 
     def _give_budgets(self, items: list[Item], spare: int) -> None:
         limits = [self.draft_limit(item.sequence) for item in items]
-        for item, budget in zip(items, self.budget.share(limits, spare, False), strict=True):
-            # A draft is never worth a preemption.
-            if self.cache.reserve(item.sequence, len(item.sequence.tokens) + budget + 1):
-                item.budget = budget
+        shares = self.budget.share([limit.nodes for limit in limits], spare, False)
+        for item, limit, nodes in zip(items, limits, shares, strict=True):
+            # A draft is never worth a preemption: it takes what pages are left.
+            taken = len(item.sequence.tokens) + 1
+            item.budget = min(nodes, self.cache.num_cells(item.sequence) - taken)
+            item.depth = min(limit.depth, item.budget)
+            self.cache.reserve(item.sequence, taken + item.budget)
 
     def _admit(self, spare: int) -> Item | None:
         if not self.waiting or not self._free_slots:

@@ -39,7 +39,7 @@ class Checkpoint:
         """Reads one tensor.
 
         Raises:
-            ValueError: it is missing, has another shape or does not hold floats.
+            ValueError: it is missing, has another shape or does not hold finite floats.
         """
         have = self._source.shapes.get(name)
         if have is None:
@@ -56,6 +56,11 @@ class Checkpoint:
             raise ValueError(
                 f"{self._source.path}: tensor {name} is {tensor.dtype}; "
                 "only float32, float16 and bfloat16 checkpoints load, or a GGUF file"
+            )
+        if not tensor.isfinite().all():
+            raise ValueError(
+                f"{self._source.path}: tensor {name} holds NaN or infinity; the file is damaged or "
+                "its training failed: get another copy"
             )
         return tensor
 

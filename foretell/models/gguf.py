@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from foretell.models.config import ModelConfig
+from foretell.models.gguf_header import Array, Entry, Header
 
 _OUTER = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -32,8 +33,8 @@ _INNER = {
     "ffn_down": "mlp.down_proj",
 }
 _END_OF_TURN = {
-    "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>",
-    "<end_of_turn>", "</s>",
+    b"<|im_end|>", b"<|endoftext|>", b"<|eot_id|>", b"<|eom_id|>", b"<|end_of_text|>", b"<|end|>",
+    b"<end_of_turn>", b"</s>",
 }  # fmt: skip
 _CONTROL = 3
 """Token type of control tokens in GGUF."""
@@ -57,52 +58,41 @@ class GGUF:
     """
 
     def __init__(self, path: Path) -> None:
-        import gguf
-
         self.path = path
         try:
-            self._reader = gguf.GGUFReader(path)
+            self._header = header = Header(path)
         except FileNotFoundError:
             raise ValueError(f"{path} is missing") from None
-        except Exception as error:  # the reader meets damaged files with whatever comes up
-            reason = " ".join(str(error).split())[:120]
+        except (ValueError, OSError) as error:
+            reason = " ".join(str(error).split())  # a damaged name may hold anything
             raise ValueError(f"{path}: not a complete GGUF file ({reason})") from None
-        self._tensors: dict[str, Any] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        for tensor in self._reader.tensors:
+        self._tensors: dict[str, Entry] = {}
+        for tensor in header.tensors:
             name = hf_name(tensor.name)
             if name in self._tensors:
                 raise ValueError(f"{path}: tensor {tensor.name} is there twice")
             self._tensors[name] = tensor
-            self.shapes[name] = tuple(int(size) for size in reversed(tensor.shape))
-        self.metadata = self._metadata()
-        names = {tensor.name for tensor in self._reader.tensors}
-        self.config = ModelConfig.from_gguf(self.metadata, names)
+        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        vocab = self.shapes.get("model.embed_tokens.weight", (0,))[0]
+        self.metadata: dict[str, Any] = {**header.metadata, "num_tokens": vocab}
+        try:
+            self.config = ModelConfig.from_gguf(
+                self.metadata, {tensor.name for tensor in header.tensors}
+            )
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        except (TypeError, ArithmeticError) as error:  # values of other types than they should be
+            raise ValueError(f"{path}: its metadata makes no sense ({error})") from None
         self._permuted = self.metadata["general.architecture"] == "llama"
-
-    def _metadata(self) -> dict[str, Any]:
-        import gguf
-
-        out: dict[str, Any] = {}
-        for key, field in self._reader.fields.items():
-            long = field.types[:1] == [gguf.GGUFValueType.ARRAY] and len(field.data) > 1024
-            if not long:
-                out[key] = field.contents()
-        out["num_tokens"] = self.shapes.get("model.embed_tokens.weight", (0,))[0]
-        return out
 
     def end_token_ids(self) -> tuple[int, ...]:
         """The stated end of text, then control tokens whose names mean an end, as llama.cpp."""
         found = list(self.config.eos_token_ids)
-        fields = self._reader.fields
-        tokens, kinds = fields.get("tokenizer.ggml.tokens"), fields.get("tokenizer.ggml.token_type")
-        if tokens is not None and kinds is not None:
-            control = np.flatnonzero(np.array(kinds.contents()) == _CONTROL)
-            found += [
-                int(i)
-                for i in control
-                if bytes(tokens.parts[tokens.data[i]]).decode(errors="replace") in _END_OF_TURN
-            ]
+        tokens, kinds = (self.metadata.get(f"tokenizer.ggml.{n}") for n in ("tokens", "token_type"))
+        if isinstance(tokens, Array) and isinstance(kinds, Array):
+            names, types = self._header.values(tokens), self._header.values(kinds)
+            pairs = enumerate(zip(names, types, strict=False))
+            found += [i for i, (name, kind) in pairs if kind == _CONTROL and name in _END_OF_TURN]
         return tuple(dict.fromkeys(found))
 
     def read(self, name: str) -> Tensor:
@@ -110,14 +100,15 @@ class GGUF:
         import gguf
 
         tensor = self._tensors[name]
+        kind = gguf.GGMLQuantizationType(tensor.kind)
         try:
-            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            values = gguf.quants.dequantize(self._header.tensor_data(tensor), kind)
         except NotImplementedError:
             raise ValueError(
-                f"{self.path}: tensor {tensor.name} is {tensor.tensor_type.name}, which cannot be "
+                f"{self.path}: tensor {tensor.name} is {kind.name}, which cannot be "
                 "read; use a file in Q8_0, Q4_K_M, Q4_0, Q4_1, F16 or BF16"
             ) from None
-        out = torch.from_numpy(np.array(values, dtype=np.float32)).view(self.shapes[name])
+        out = torch.from_numpy(np.array(values, dtype=np.float32)).view(tensor.shape)
         if self._permuted and (heads := self._heads(name)):
             # llama.cpp keeps the two halves of a head's rotary pairs side by side.
             out = out.view(heads, -1, 2, *out.shape[1:]).transpose(1, 2).reshape(out.shape)

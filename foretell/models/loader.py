@@ -51,6 +51,7 @@ def load(
     weights: str = "int8",
     *,
     max_model_len: int | None = None,
+    accept: Callable[[ModelConfig], None] = lambda config: None,
     progress: bool = True,
 ) -> LoadedModel:
     """Loads a model.
@@ -59,6 +60,7 @@ def load(
         spec: a short name (smollm2), a hub name (org/model), a directory or a .gguf file.
         weights: int8, bf16, f32 or int4: what the tensors are turned into.
         max_model_len: context limit; only models with `dynamic` RoPE scaling depend on it.
+        accept: called before any weight is read; refuses by a ValueError.
         progress: show a bar on stderr where it takes over two seconds.
 
     Raises:
@@ -68,6 +70,13 @@ def load(
     path = resolve(spec)
     kind = weight_format(weights)
     source, config = open_source(path)
+    for end in config.eos_token_ids:
+        if not 0 <= end < config.vocab_size:
+            raise ValueError(
+                f"{path}: eos_token_id {end} is not in the vocabulary (0 to "
+                f"{config.vocab_size - 1}); correct it in the model's config"
+            )
+    accept(config)
     with progress_bar("loading", config.num_layers + 1, shown=progress) as advance:
         model = build(source, config, kind, max_model_len, advance)
     return LoadedModel(model, config, path, kind)

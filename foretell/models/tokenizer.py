@@ -1,4 +1,4 @@
-"""Text to token ids and back, over transformers' tokenizers. transformers is imported on use."""
+"""Text to token ids and back, over the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -8,43 +8,38 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from foretell.models.chat_template import ChatTemplate
+from foretell.models.tokenizer_file import read
+
 
 class Tokenizer:
     """A model's tokenizer and chat template.
 
     Args:
-        inner: a transformers tokenizer.
+        inner: a `tokenizers.Tokenizer`.
         name: what error messages call it.
+        template: None where the model has none.
     """
 
-    def __init__(self, inner: Any, name: str) -> None:
+    def __init__(self, inner: Any, name: str, template: ChatTemplate | None = None) -> None:
         self.inner = inner
         self.name = name
+        self.template = template
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
         """Reads the tokenizer of a model directory or a .gguf file.
 
         Raises:
-            ValueError: there is none that transformers can read.
+            ValueError: there is none that can be read.
         """
-        from transformers import AutoTokenizer
-        from transformers.utils import logging
+        import tokenizers
 
-        shown = logging.get_verbosity()
-        logging.set_verbosity_error()  # not the place for hints about transformers itself
-        logging.disable_progress_bar()
-        try:
-            if path.suffix == ".gguf":
-                inner = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-            else:
-                inner = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-        except Exception as error:  # the library meets missing and damaged files in many ways
-            reason = re.sub(r"\s+", " ", str(error))[:160]
-            raise ValueError(f"{path}: no tokenizer can be read from it ({reason})") from None
-        finally:
-            logging.set_verbosity(shown)
-        return cls(inner, str(path))
+        found = read(path)
+        template = None
+        if found.chat_template:
+            template = ChatTemplate(found.chat_template, found.special_tokens)
+        return cls(tokenizers.Tokenizer.from_str(found.backend), str(path), template)
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids of a text.
@@ -52,45 +47,25 @@ class Tokenizer:
         Args:
             add_special: put what the model expects around a text (a begin-of-text token).
         """
-        return list(self.inner(text, add_special_tokens=add_special)["input_ids"])
+        return self.inner.encode(text, add_special_tokens=add_special).ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Text of token ids, spaces as they are."""
-        return self.inner.decode(
-            list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
-        )
+        return self.inner.decode(list(ids), skip_special_tokens=skip_special)
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self.inner.chat_template)
+        return self.template is not None
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer starts.
 
         Raises:
             ValueError: the model has no chat template, or it refuses these messages.
         """
-        if not self.has_chat_template:
+        if self.template is None:
             raise ValueError(f"{self.name}: this model has no chat template; generate from text")
-        try:
-            text = self.inner.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # templates raise their own
-            raise ValueError(f"the chat template refuses these messages: {error}") from None
-        return self.encode(text, add_special=False)
-
-    @property
-    def eos_token_id(self) -> int | None:
-        return self.inner.eos_token_id
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Ids that stand for no text."""
-        return frozenset(self.inner.all_special_ids)
-
-    def __len__(self) -> int:
-        return len(self.inner)
+        return self.encode(self.template.render(messages), add_special=False)
 
     @cached_property
     def id_to_token(self) -> dict[int, str]:

@@ -16,6 +16,7 @@ from foretell.runtime.batch import pack
 from foretell.runtime.kv import KVPool
 from foretell.spec.drafter import KVGroup, Rows
 from foretell.spec.noise import gumbel
+from foretell.spec.tree import MAX_NODES
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,9 @@ class Runtime:
         self.vocab_size = target.config.vocab_size
         self.taps: tuple[int, ...] = ()
         self.kv: KVPool | None = None
-        # One cell more than tokens: the place of the token that a pass adds.
-        width = -(-(max_model_len + 1) // page_size)
+        # Behind the last root there may be scratch cells of a whole tree, and one more: the place
+        # of the token that a pass adds.
+        width = -(-(max_model_len + MAX_NODES) // page_size)
         self.page_table = np.full((max_num_seqs, width), -1, dtype=np.int32)
 
     @property

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-def limit(k: int, max_nodes: int, room: int, tokens_left: int) -> int:
-    """The longest useful draft of one sequence.
+class Limit(NamedTuple):
+    """The largest useful tree of one sequence."""
+
+    nodes: int
+    """The root not counted."""
+    depth: int
+    """Nodes on one path, the root not counted."""
+
+
+def limit(k: int, max_nodes: int, room: int, tokens_left: int) -> Limit:
+    """What an answer's end limits is depth: only one path is ever taken, so a tree may stay wide.
 
     Args:
         k: what the user asked for.
@@ -15,7 +25,9 @@ def limit(k: int, max_nodes: int, room: int, tokens_left: int) -> int:
         room: positions left before the context limit (the target's or the drafter's).
         tokens_left: tokens the answer may still have; the target adds one of them itself.
     """
-    return max(0, min(k, max_nodes, room, tokens_left - 1))
+    nodes = min(k, max_nodes)
+    depth = max(0, min(nodes, room, tokens_left - 1))
+    return Limit(nodes if depth else 0, depth)
 
 
 @dataclass(frozen=True)
@@ -26,7 +38,7 @@ class FixedBudget:
         """Divides the rows of one pass that are left for draft tokens.
 
         Args:
-            limits: [B] see `limit`; 0 for a sequence that does not speculate.
+            limits: [B] nodes, see `limit`; 0 for a sequence that does not speculate.
             rows: rows left once every root and prompt chunk has its own.
             prefills: a prompt chunk is in the pass: then nobody drafts.
 

@@ -129,12 +129,25 @@ class Commit:
 
 @dataclass(frozen=True)
 class Ask:
-    """A request for drafts: one tree for each sequence, at most ``budgets[b]`` nodes deep."""
+    """A request for drafts: one tree for each sequence. Near an answer's end trees are limited in
+    depth rather than in nodes; whoever does not look at ``depths`` only wastes work, for the engine
+    cuts off what is deeper."""
 
     sequences: list[Sequence]  # [B] the root is tokens[-1], at position len(tokens) - 1
     budgets: list[int]  # [B] draft tokens at most, 0 means only the root
     sample: bool = False
     """Whether drafts may be sampled (`rejection`, `block`) and their `probs` are wanted."""
+    depths: list[int] = field(default_factory=list[int])
+    """[B] longest useful path, the root not counted; as deep as ``budgets`` if not given."""
+
+    def __post_init__(self) -> None:
+        if not self.depths:
+            object.__setattr__(self, "depths", list(self.budgets))
+
+    @property
+    def lengths(self) -> list[int]:
+        """[B] longest useful chain."""
+        return [min(pair) for pair in zip(self.budgets, self.depths, strict=True)]
 
     @property
     def roots(self) -> list[int]:

@@ -10,6 +10,7 @@ for each node, bit j set where node j is the node itself or an ancestor, is the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import cast
 
@@ -93,6 +94,32 @@ def chains(roots: list[int], drafts: list[list[int]], probs: Tensor | None = Non
         [list(range(-1, len(draft))) for draft in drafts],
     )
     return tree if probs is None else TokenTree(tree.tokens, tree.parents, tree.sizes, probs)
+
+
+def cut(tree: TokenTree, limits: SequenceOf[int]) -> TokenTree:
+    """Drops nodes that lie deeper than their sequence's limit. A limit that was known before the
+    nodes were drawn changes no distribution."""
+    lists = tree.lists()
+    kept = [
+        [i for i, depth in enumerate(depths(parents)) if depth <= limit]
+        for (_, parents), limit in zip(lists, limits, strict=True)
+    ]
+    if all(len(rows) == len(tokens) for rows, (tokens, _) in zip(kept, lists, strict=True)):
+        return tree
+    places = [{old: new for new, old in enumerate(rows)} for rows in kept]
+    out = from_lists(
+        [[tokens[i] for i in rows] for rows, (tokens, _) in zip(kept, lists, strict=True)],
+        [
+            [place.get(parents[i], -1) for i in rows]
+            for rows, place, (_, parents) in zip(kept, places, lists, strict=True)
+        ],
+    )
+    if tree.probs is None:
+        return out
+    width = out.tokens.shape[1]
+    rows = torch.tensor([row + [0] * (width - len(row)) for row in kept], device=tree.probs.device)
+    probs = tree.probs[torch.arange(len(kept), device=rows.device)[:, None], rows]  # [B, N, V]
+    return TokenTree(out.tokens, out.parents, out.sizes, probs)
 
 
 def ancestors(parents: list[int]) -> list[int]:

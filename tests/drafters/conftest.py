@@ -23,5 +23,6 @@ def tiny_loader(monkeypatch: pytest.MonkeyPatch) -> dict[str, SimpleNamespace]:
             raise ValueError("the vocabularies differ")
 
     monkeypatch.setattr(draft_model, "load", load)
+    monkeypatch.setattr(draft_model, "resolve", lambda spec: spec)
     monkeypatch.setattr(draft_model, "check_same_vocabulary", check)
     return models

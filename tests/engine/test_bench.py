@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import resource
+import signal
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import pytest
 from rich.console import Console
 
+from foretell.bench.command import bench
 from foretell.bench.report import (
     broken_promises,
     histogram,
@@ -26,6 +30,7 @@ from foretell.bench.workloads import (
     pick,
     read_workload,
 )
+from foretell.config import EngineConfig
 from foretell.sequence import FinishReason, Stats
 
 # ---- workloads
@@ -314,6 +319,46 @@ def test_json_is_whole_or_absent(tmp_path, monkeypatch) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
     with pytest.raises(ValueError, match="cannot be written"):
         write_json(tmp_path / "no" / "out.json", result, {})
+
+
+@contextmanager
+def full_disk(size: int):
+    """Files of this process cannot grow beyond ``size`` bytes: writing fails as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path) -> None:
+    result = measure(arms(), CONVERSATIONS, BenchConfig(max_tokens=9), room=100)
+    path = tmp_path / "out.json"
+    for before in (None, "old"):
+        if before:
+            path.write_text(before)
+        with full_disk(100), pytest.raises(ValueError, match=r"out\.json: cannot be written"):
+            write_json(path, result, {})
+        assert [p.read_text() for p in tmp_path.iterdir()] == [before] * bool(before)
+
+
+def test_a_device_is_written_to_and_never_replaced(tmp_path) -> None:
+    result = measure(arms(), CONVERSATIONS, BenchConfig(max_tokens=9), room=100)
+    (tmp_path / "full").symlink_to("/dev/full")
+    with pytest.raises(ValueError, match="No space left"):
+        write_json(tmp_path / "full", result, {})
+    (tmp_path / "null").symlink_to("/dev/null")
+    write_json(tmp_path / "null", result, {})
+    assert {p.name: p.is_symlink() for p in tmp_path.iterdir()} == {"full": True, "null": True}
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_measuring(tmp_path) -> None:
+    for path, says in [(tmp_path, "a folder"), (tmp_path / "no" / "out.json", "no folder")]:
+        with pytest.raises(ValueError, match=says):
+            bench(json=path, engine=EngineConfig(model="./nowhere"))
 
 
 def test_tables_and_histogram() -> None:

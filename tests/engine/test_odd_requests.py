@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from foretell.config import EngineConfig, SpeculationConfig
+from foretell.models.chat_template import ChatTemplate
+from foretell.models.tokenizer import Tokenizer
 from foretell.sequence import SamplingParams
 from tests import tiny
 
@@ -188,3 +190,27 @@ def test_a_scheme_without_a_name_or_an_option_given_twice_is_refused():
         SpeculationConfig(method=None)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="k is given twice"):
         SpeculationConfig.parse("prompt-lookup:k=5,k=6")
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ("hi", "must be a list such as"),
+        (b"hi", "must be a list such as"),
+        ({"role": "user", "content": "hi"}, "must be a list such as"),
+        (None, "must be a list such as"),
+        (3, "must be a list such as"),
+        ([], "messages is empty"),
+        ([[]], "messages is empty"),
+        (["hi"], "must be a dict such as"),
+        ([{"role": "user"}], "has no content"),
+        ([[{"role": "user"}], [{"role": "user", "content": "x"}]], "has no content"),
+        ([{"content": "hi"}], "has no role"),
+    ],
+    ids=repr,
+)
+def test_messages_that_are_none(messages, says, engine, monkeypatch):
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
+    monkeypatch.setattr(engine, "tokenizer", Tokenizer(None, "tiny", template))
+    with pytest.raises(ValueError, match=says):
+        engine.chat(messages)

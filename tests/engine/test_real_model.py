@@ -1,5 +1,6 @@
 """Same text on a real model, where near-ties are common: the default one, over 36 prompts."""
 
+import json
 from functools import cache
 
 import pytest
@@ -100,3 +101,16 @@ def test_temperature_one_is_accepted_nearly_as_often_as_any_rule_could():
     accepted = sum(r.stats.accepted for r in results)
     assert drafted > 300
     assert accepted / drafted > 0.5
+
+
+def test_the_demo_gets_what_it_asks_for():
+    """Its prompt is an edit of a JSON object: two values change, nothing else does."""
+    from foretell.demo import _PROMPT
+
+    llm = LLM("smollm2", speculation="prompt-lookup:k=8")
+    (result,) = llm.chat(
+        [{"role": "user", "content": _PROMPT}], SamplingParams(temperature=0, max_tokens=192)
+    )
+    given, answer = (json.loads(text[text.index("{") : text.index("}") + 1])
+                     for text in (_PROMPT, result.text))  # fmt: skip
+    assert answer == given | {"price": 59.5, "stock": 7}

@@ -9,6 +9,7 @@ from foretell.config import EngineConfig
 from foretell.engine.cache import PageCache
 from foretell.engine.scheduler import Scheduler
 from foretell.sequence import FinishReason, SamplingParams, Sequence
+from foretell.spec.budget import Limit
 
 
 def make(pages=64, page_size=4, seqs=4, rows=16, limit=0):
@@ -17,7 +18,7 @@ def make(pages=64, page_size=4, seqs=4, rows=16, limit=0):
     )
     left: list[int] = []
     cache = PageCache(pages, page_size)
-    return Scheduler(config, cache, left.extend, lambda sequence: limit), cache, left
+    return Scheduler(config, cache, left.extend, lambda sequence: Limit(limit, limit)), cache, left
 
 
 def sequence(name: str, length: int) -> Sequence:

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from foretell.config import EngineConfig, SpeculationConfig
+from foretell.engine import engine as engine_module
 from foretell.llm import LLM
 from foretell.models.loader import load
 from foretell.sequence import FinishReason
+from foretell.spec.tree import depths
 from tests import tiny
 from tests.fakes import Scripted
 from tests.faults.pairs import write_pair
 
 
 def log_asks(llm: LLM) -> list[tuple[int, int, int]]:
-    """(length, answer's length, budget) of every tree that the drafter was asked for."""
+    """(length, answer's length, depth) of every tree that the drafter was asked for."""
     out: list[tuple[int, int, int]] = []
     inner = llm.engine.drafter.propose
 
     def propose(ask):
-        pairs = zip(ask.sequences, ask.budgets, strict=True)
-        out.extend((len(s.tokens), s.num_output, budget) for s, budget in pairs)
+        pairs = zip(ask.sequences, ask.depths, strict=True)
+        out.extend((len(s.tokens), s.num_output, depth) for s, depth in pairs)
         return inner(ask)
 
     llm.engine.drafter.propose = propose
@@ -49,14 +52,56 @@ def test_I1_drafts_end_at_the_model_length(scheme, k, monkeypatch):
     for prompt, result in zip(prompts, results, strict=True):
         assert result.finish_reason == FinishReason.LENGTH
         assert len(prompt) + len(result.token_ids) == 64
-    assert all(budget <= max(0, min(k, 64 - length - 1)) for length, _, budget in asks)
-    assert any(budget == min(k, 64 - length - 1) > 0 for length, _, budget in asks)
+    assert all(depth <= max(0, min(k, 64 - length - 1)) for length, _, depth in asks)
+    assert any(depth == min(k, 64 - length - 1) > 0 for length, _, depth in asks)
     asks.clear()
     llm.generate(prompts[:4], tiny.greedy(max_tokens=7))
-    assert all(budget <= max(0, 7 - answered - 1) for _, answered, budget in asks)
+    assert all(depth <= max(0, 7 - answered - 1) for _, answered, depth in asks)
     assert not llm.engine.metrics.drafter_errors
     with pytest.raises(ValueError, match="max_model_len is 64"):
         llm.generate([[5] * 64])
+
+
+@pytest.mark.parametrize("max_tokens", [None, 9])
+@pytest.mark.parametrize("params", [tiny.greedy(), tiny.sampled()], ids=["greedy", "seeded"])
+def test_I1_trees_stay_wide_to_the_end(params, max_tokens, monkeypatch):
+    """An answer's end limits depth: with two tokens to come a tree of one level may have as many
+    nodes as ever."""
+    limits = {"max_model_len": 64, "max_num_batched_tokens": 256}
+    prompts = [tiny.prompts(1, seed=i)[0] for i in range(9)]
+    params = replace(params, max_tokens=max_tokens)
+    plain = tiny.ids(tiny.llm(**limits).generate(prompts, params))
+    answers = {tuple(p): a for p, a in zip(prompts, plain, strict=True)}
+    monkeypatch.setattr(Scripted, "answers", answers)
+    llm = tiny.llm("tests.fakes:Bushy,k=40", **limits)
+    lay_out, sizes = engine_module.lay_out, []
+
+    def watch(items, tree, wants):
+        for item, (tokens, parents) in zip(items, tree.lists(), strict=True):
+            assert max(depths(parents)) <= item.depth
+            if 0 < item.depth <= 7:
+                assert item.budget > 20, "nodes are shared by rows alone"
+                sizes.append(len(tokens) - 1)
+        return lay_out(items, tree, wants)
+
+    monkeypatch.setattr(engine_module, "lay_out", watch)
+    assert tiny.ids(llm.generate(prompts, params)) == plain
+    tiny.check_idle(llm)
+    assert not llm.engine.metrics.drafter_errors
+    assert max(sizes) > 14
+
+
+def test_I1_drafts_take_what_pages_are_left(monkeypatch):
+    """Pages for one sequence of the longest length and none for scratch: drafts get shorter."""
+    prompt = tiny.prompts(1, seed=3, longest=9)[0]
+    (plain,) = tiny.ids(tiny.llm(max_model_len=64).generate(prompt, tiny.greedy(max_tokens=None)))
+    monkeypatch.setattr(Scripted, "answers", {tuple(prompt): plain})
+    llm = tiny.llm("tests.fakes:Oracle,k=12", max_model_len=64, max_num_seqs=1, kv_memory="17KiB")
+    assert llm.engine.cache.num_pages == 17
+    asks = log_asks(llm)
+    (result,) = llm.generate(prompt, tiny.greedy(max_tokens=None))
+    assert result.token_ids == plain
+    assert asks[-1][0] + asks[-1][2] == 63, "the last draft reaches the end"
 
 
 @pytest.mark.parametrize("length", [30, 31, 32, 33, 40])

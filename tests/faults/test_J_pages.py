@@ -62,7 +62,7 @@ def test_J1_pages_of_drafts_come_back_at_once(scheme, page_size, monkeypatch):
 
 @pytest.mark.parametrize("scheme", ["Mixed,k=6", "Bushy,k=20", "Hostile,k=9"])
 def test_J2_rollback_over_a_page_border(scheme, monkeypatch):
-    prompts, params = tiny.prompts(5), tiny.greedy(max_tokens=24)
+    prompts, params = tiny.prompts(8), tiny.greedy(max_tokens=24)
     plain = know(monkeypatch, prompts, params)
     llm, clean = tiny.llm(f"tests.fakes:{scheme}", max_num_seqs=3), Clean(None)
     sequences = start(llm, prompts, params)

@@ -68,7 +68,7 @@ def test_K1_K2_draft_state_is_that_of_a_clean_rebuild(scheme, answers):
             cells(llm, "draft", sequence.pages, len(sequence.tokens)) for sequence in ask.sequences
         ]
         tree = propose(ask)
-        for b, (sequence, budget) in enumerate(zip(ask.sequences, ask.budgets, strict=True)):
+        for b, (sequence, budget) in enumerate(zip(ask.sequences, ask.lengths, strict=True)):
             slot = drafter._slots.get(sequence.slot)
             if slot is None:  # its first pass: a prefix hit left one token
                 assert sequence.num_computed % 4 == 0

@@ -1,10 +1,11 @@
-"""Configs of the wrong types end in one line that names the file or the field."""
+"""Damaged checkpoints end in one line that names the file, the field or the tensor."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from foretell.models.loader import load
 from tests import tiny
@@ -50,3 +51,25 @@ def test_an_index_that_leads_nowhere(places, directory):
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     with pytest.raises(ValueError, match=r"index\.json|nowhere"):
         load(str(directory), "f32", progress=False)
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("end", [tiny.VOCAB, -1, [tiny.EOS, 10**9]], ids=repr)
+def test_an_end_of_text_outside_the_vocabulary(file, end, directory):
+    path = directory / file
+    settings = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(settings | {"eos_token_id": end}))
+    with pytest.raises(ValueError, match=r"eos_token_id .* is not in the vocabulary"):
+        load(str(directory), "f32", progress=False)
+
+
+@pytest.mark.parametrize("weights", ["f32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_weights_that_are_no_numbers(name, value, weights, directory):
+    tensors = load_file(directory / "model.safetensors")
+    tensors[name].view(-1)[-1] = value
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(ValueError, match=f"tensor {name} holds NaN or infinity") as caught:
+        load(str(directory), weights, progress=False)
+    assert "\n" not in str(caught.value)

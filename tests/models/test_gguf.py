@@ -9,8 +9,8 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from foretell.attention.reference import ReferenceAttention
-from foretell.models.gguf import _INNER, _OUTER, hf_name
-from foretell.models.loader import load
+from foretell.models.gguf import _INNER, _OUTER, GGUF, hf_name
+from foretell.models.loader import load, open_source
 from tests.models.tiny import Cache, make
 
 TOKENS = list(range(3, 23))
@@ -18,7 +18,14 @@ ARCHITECTURES = {"llama": "llama", "smollm2": "llama", "qwen2": "qwen2", "qwen3"
 BIG = {"hidden_size": 128, "intermediate_size": 256}
 
 
-def write(model, kind: str, path, tensor_type: Type = Type.F32, extra: dict | None = None):
+def write(
+    model,
+    kind: str,
+    path,
+    tensor_type: Type = Type.F32,
+    extra: dict | None = None,
+    more=lambda writer: None,
+):
     """What llama.cpp's converter does for these architectures."""
     arch, config = ARCHITECTURES[kind], model.config
     writer = gguf.GGUFWriter(path, arch)
@@ -33,6 +40,7 @@ def write(model, kind: str, path, tensor_type: Type = Type.F32, extra: dict | No
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(dim)
     writer.add_eos_token_id(2)
+    more(writer)
     names = {hf: ours for ours, hf in _OUTER.items()}
     tensors = dict(model.state_dict()) | (extra or {})
     if config.tie_word_embeddings:
@@ -97,18 +105,56 @@ def test_rope_factors_divide_the_frequencies(tmp_path):
     assert torch.allclose(rope.cos[100], (100 * plain / factors).cos(), atol=1e-4)
 
 
-def test_left_over_and_damaged_files_are_refused_in_one_line(tmp_path):
+def test_left_over_tensors_are_refused_in_one_line(tmp_path):
     extra = {"blk.0.attn_sinks.weight": torch.ones(4)}
     path = write(make("llama"), "llama", tmp_path / "extra.gguf", extra=extra)
     with pytest.raises(ValueError, match=r"no place for tensor blk\.0\.attn_sinks\.weight"):
         load(str(path), progress=False)
-    whole = write(make("llama"), "llama", tmp_path / "whole.gguf").read_bytes()
-    damaged = tmp_path / "damaged.gguf"
-    for content in (whole[:-5000], whole[:100], b"GGUF", b"", np.random.default_rng(0).bytes(999)):
-        damaged.write_bytes(content)
-        with pytest.raises(ValueError, match="not a complete GGUF file") as caught:
-            load(str(damaged), progress=False)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> bytes:
+    """A file with a vocabulary, as real ones have it."""
+    path = tmp_path_factory.mktemp("whole") / "m.gguf"
+
+    def vocabulary(writer):
+        tokens = [f"token {i}" for i in range(94)] + ["</s>", "<|im_end|>"]
+        writer.add_token_list(tokens)
+        writer.add_token_types([1] * 94 + [1, 3])
+
+    return write(make("llama"), "llama", path, more=vocabulary).read_bytes()
+
+
+def test_a_file_cut_anywhere_is_refused_in_one_line(whole, tmp_path):
+    path, rng = tmp_path / "m.gguf", np.random.default_rng(0)
+    path.write_bytes(whole)
+    source = GGUF(path)
+    assert source.end_token_ids() == (2, 95)
+    header = min(tensor.start for tensor in source._header.tensors)
+    ends = max(tensor.start + tensor.num_bytes for tensor in source._header.tensors)
+    cuts = [0, 3, 4, 8, 23, 24, ends - 1, *rng.integers(0, header, 150), *rng.integers(0, ends, 50)]
+    for content in [*(whole[:cut] for cut in cuts), rng.bytes(999)]:
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"m\.gguf: not a complete GGUF file") as caught:
+            load(str(path), progress=False)
         assert "\n" not in str(caught.value)
+
+
+def test_a_header_with_wrong_bytes_is_refused_or_read_but_never_a_traceback(whole, tmp_path):
+    path, rng = tmp_path / "m.gguf", np.random.default_rng(1)
+    path.write_bytes(whole)
+    header = min(tensor.start for tensor in GGUF(path)._header.tensors)
+    said: list[str] = []
+    for at in rng.integers(0, header, 300):
+        damaged = bytearray(whole)
+        damaged[at] ^= 1 << rng.integers(8)
+        path.write_bytes(damaged)
+        try:
+            open_source(path)
+        except ValueError as error:
+            said.append(str(error))
+    assert said
+    assert [line for line in said if "m.gguf" not in line or "\n" in line] == []
 
 
 def test_names():

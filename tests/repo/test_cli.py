@@ -14,11 +14,13 @@ import time
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+import foretell
 from foretell import terminal
 from foretell.bench.run import BenchConfig
 from foretell.cli import main
 from foretell.config import EngineConfig
 from foretell.flags import field_docs
+from foretell.models.checkpoint import Checkpoint
 from foretell.sequence import SamplingParams, Stats
 from foretell.terminal import Origins, Screen, stats_line
 from tests import tiny
@@ -88,6 +90,31 @@ def test_every_field_is_a_flag_with_its_doc(command, configs, capsys, monkeypatc
             assert f"--{field.name.replace('_', '-')}" in text
             if field.name != "speculation":
                 assert field_docs(config)[field.name][:40] in text, field.name
+
+
+@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("command", [None, "generate", "chat", "bench", "pull", "demo"])
+def test_help_cuts_nothing(width, command, capsys, monkeypatch):
+    monkeypatch.setenv("TERMINAL_WIDTH", str(width))
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main([command, "--help"] if command else ["--help"]) == 0
+    text = capsys.readouterr().out
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    words = " ".join(text.split())
+    if command in ("generate", "chat"):
+        for config in (EngineConfig, SamplingParams):
+            for name, doc in field_docs(config).items():
+                if command == "generate" or f"--{name.replace('_', '-')} " in words:
+                    assert f"--{name.replace('_', '-')}" in words
+                    assert doc.replace("- ", "-") in words.replace("- ", "-"), name
+    elif not command:
+        assert "..." not in words.replace("[ARGS]...", "")
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{foretell.__version__}\n"
 
 
 def test_every_field_has_a_doc():
@@ -275,6 +302,9 @@ def test_ctrl_c_ends_the_answer_and_keeps_the_session(model, monkeypatch, capsys
         (["generate", "--speculation=prompt-lookup:k=8,x", "x"], "name=value"),
         (["generate", "--speculation=prompt-lookup:k=99", "x"], "from 1 to 63"),
         (["generate", "--kv-memory=lots", "x"], "512MiB"),
+        (["generate", "--speculation=prompt-lookup:nope=2", "x"], "no option 'nope'"),
+        (["generate", "--speculation=draft-model:model=./no", "x"], "./no: no such file"),
+        (["bench", "--speculation=draft-model:weights=int9"], "int9"),
         (["generate", "--show-draft", "x"], "--speculation prompt-lookup:k=8"),
         (["generate", "--raw", "--system=s", "x"], "--raw"),
         (["generate", "--file=/nowhere/prompt"], "/nowhere/prompt: No such file"),
@@ -298,6 +328,19 @@ def test_a_mistake_gets_one_line_and_status_2(arguments, says, capsys):
     assert says.lower() in err.lower()
 
 
+def test_mistakes_are_told_before_weights_are_read(run, monkeypatch):
+    monkeypatch.setattr(Checkpoint, "take", lambda *_: pytest.fail("weights are being read"))
+    for wrong, says in [
+        ("--max-model-len=513", "made for 512 tokens"),
+        ("--speculation=nope", "prompt-lookup"),
+        ("--speculation=prompt-lookup:ngram_min=x", "ngram_min"),
+        ("--speculation=draft-model:model=./nowhere", "no such file"),
+    ]:
+        status, out, err = run("generate", "x", wrong)
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert says in err
+
+
 def test_mistakes_that_only_the_model_can_find(run):
     for arguments, says in [
         (["--speculation=nope:k=2", "x"], "prompt-lookup"),
@@ -312,14 +355,14 @@ def test_mistakes_that_only_the_model_can_find(run):
         assert says in err
 
 
-def foretell(*arguments, **options):
+def program(*arguments, **options):
     return subprocess.run(
         [sys.executable, "-m", "foretell", *arguments], capture_output=True, text=True, **options
     )
 
 
 def test_the_command_itself_prints_one_line():
-    done = foretell("generate", "--model=smolm2", "x")
+    done = program("generate", "--model=smolm2", "x")
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1

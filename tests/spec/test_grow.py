@@ -116,12 +116,12 @@ def test_a_padded_draft_vocabulary_is_cut():
 
 
 def test_limit_leaves_room_for_the_targets_own_token():
-    assert limit(5, 63, 100, 100) == 5
-    assert limit(5, 3, 100, 100) == 3
-    assert limit(5, 63, 2, 100) == 2
-    assert limit(5, 63, 100, 4) == 3
-    assert limit(5, 63, 100, 1) == 0
-    assert limit(5, 63, -1, 100) == 0
+    assert limit(5, 63, 100, 100) == (5, 5)
+    assert limit(5, 3, 100, 100) == (3, 3)
+    assert limit(5, 63, 2, 100) == (5, 2)
+    assert limit(5, 63, 100, 4) == (5, 3)
+    assert limit(5, 63, 100, 1) == (0, 0)
+    assert limit(5, 63, -1, 100) == (0, 0)
 
 
 @given(st.lists(st.integers(0, 9), max_size=8), st.integers(-2, 60))

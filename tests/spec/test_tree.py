@@ -13,6 +13,7 @@ from foretell.spec.tree import (
     ancestors,
     chains,
     children,
+    cut,
     depths,
     from_lists,
     path_to,
@@ -79,3 +80,19 @@ def test_check_refuses_a_size_beyond_the_width():
     tree = chains([0], [[1]])
     with pytest.raises(AssertionError):
         TokenTree(tree.tokens, tree.parents, torch.tensor([3])).check(vocab_size=9)
+
+
+@given(parent_lists(), st.integers(0, 6))
+def test_a_cut_tree_keeps_what_is_not_too_deep(parents, limit):
+    count = len(parents)
+    law = torch.arange(float(2 * count * 3)).view(2, count, 3)
+    whole = from_lists([list(range(count)), [7]], [parents, [-1]])
+    whole = TokenTree(whole.tokens, whole.parents, whole.sizes, law)
+    tree = cut(whole, [limit, 0])
+    tree.check(100)
+    tokens, above = tree.lists()[0]
+    assert tokens == [i for i, depth in enumerate(depths(parents)) if depth <= limit]
+    for i, node in enumerate(tokens):
+        assert [tokens[j] for j in path_to(above, i)] == path_to(parents, node)
+        assert torch.equal(tree.probs[0, i], law[0, node])
+    assert tree.lists()[1] == ([7], [-1])
