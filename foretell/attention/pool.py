@@ -41,17 +41,38 @@ def in_shares(kernel: Callable[..., None], arguments: tuple[Any, ...], shares: i
     """Calls ``kernel(*arguments, share, shares)`` for each share; the caller takes the first.
 
     The kernel must release the GIL, must not raise and must give the same bits for any number of
-    shares. Its shares may wait for each other.
+    shares.
+    """
+    if shares <= 1:
+        kernel(*arguments, 0, 1)
+        return
+    submit = _threads(shares - 1).submit
+    others = [submit(kernel, *arguments, share, shares) for share in range(1, shares)]
+    kernel(*arguments, 0, shares)
+    for other in others:
+        other.result()
+
+
+def together(
+    kernel: Callable[..., None], arguments: tuple[Any, ...], shares: int, kept: Any
+) -> None:
+    """`in_shares` for a kernel whose shares wait for each other and all meet in the end, so that
+    when the first one returns there is no need to ask for the others.
+
+    Args:
+        kept: what must outlive them: memory that `arguments` have addresses of.
     """
     if shares <= 1:
         kernel(*arguments, 0, 1)
         return
     with _one_at_a_time:
-        submit = _threads(shares - 1).submit
-        others = [submit(kernel, *arguments, share, shares) for share in range(1, shares)]
+        for share in range(1, shares):
+            _threads(shares - 1).submit(_share, kernel, arguments, share, shares, kept)
         kernel(*arguments, 0, shares)
-        for other in others:
-            other.result()
+
+
+def _share(kernel: Any, arguments: tuple[Any, ...], share: int, shares: int, kept: Any) -> None:
+    kernel(*arguments, share, shares)
 
 
 def _forked() -> None:

@@ -17,20 +17,23 @@ from numpy.lib.stride_tricks import as_strided
 from foretell.attention.kernels import FLAGS, attend_any
 from foretell.attention.row_kernels import add_row, norm_row, rope_and_write_any, silu_row
 from foretell.attention.together import LINE, fetch_add, meet, ticks
-from foretell.models.products import fit_row, float_at, floats, multiply
+from foretell.models.products import fit_row, float_at, floats, multiply, read_row
 from foretell.models.quant import PANEL
 
 LAYER = 4 * 3 + 5
 """Items of a layer in the table: weights, scale and bias of each product (qkv, o, gate_up, down),
 then addresses of input norm, post norm, q norm and k norm (0: none), and the window."""
-PHASES = ("norms", "qkv", "rope", "attention", "o", "gate_up", "activation", "down")
+PHASES = (
+    "embedding", "norms", "qkv", "rope", "attention", "o", "gate_up", "activation", "down",
+    "lm_head",
+)  # fmt: skip
 _SPAN = 512
 """Inputs of the activation that are one piece of work."""
 
 
 def sync_bytes(layers: int) -> int:
     """What a pass needs to keep its threads together: the barrier and a counter a hand-out."""
-    return LINE * (3 + 8 * layers)
+    return LINE * (5 + 8 * layers)
 
 
 @njit(**FLAGS)
@@ -65,6 +68,18 @@ def _matrix(
         run, x, stride, rows, table[3 * i], padded, panel, panels, table[3 * i + 1],
         table[3 * i + 2], out, PANEL * panels, counter,
     )  # fmt: skip
+
+
+@njit(**FLAGS)
+def _embed(read: Any, ends: Any, tokens: Any, x: Any, counter: Any, piece: Any) -> None:
+    rows, width = x.shape
+    while True:
+        first = fetch_add(counter, piece)
+        if first >= rows:
+            return
+        for row in range(first, min(first + piece, rows)):
+            out = x.ctypes.data + 4 * row * width
+            read_row(read, ends[0], ends[1], ends[2], ends[3], np.int64(tokens[row]), width, out)
 
 
 @njit(**FLAGS)
@@ -130,10 +145,13 @@ def _turn(
 
 @njit(**FLAGS)
 def run(
-    fit: Any,  # address of the weight format's `fit_row`
-    product: Any,  # and `multiply`
+    formats: Any,  # [5]: addresses of layers' fit and multiply, embedding's read, lm_head's two
+    ends: Any,  # [4 + 6]: embedding and lm_head, see `WholePass`
     bits: Any,  # an empty array of the caches' width, uint16 or uint32
-    x: Any,  # [R, H], embeddings; becomes the last layer's output
+    tokens: Any,  # [R]
+    outputs: Any,  # [O], rows whose logits are wanted
+    logits: Any,  # [O, V padded]
+    x: Any,  # [R, H], the residual stream
     hidden: Any,  # [R, H], after the final norm
     tapped: Any,  # [R, taps * H]
     taps: Any,  # [layers]: place in tapped, or -1
@@ -165,16 +183,21 @@ def run(
     keep = np.empty((0, 0), np.float32)
     piece = max(1, rows // (8 * shares))
     counter, layers = sync + 2 * LINE, taps.shape[0]
+    fit, product = formats[0], formats[1]
     now = ticks()
+    _embed(formats[2], ends, tokens, x, counter, piece)
+    now = _met(sync, shares, share, spent, 0, now)
+
+    counter += LINE
     _norm(
         fit, x, keep, temp, floats(table[0, 12], width), eps, 0, 0, fitted, stride, sizes[0], False,
         counter, piece,
     )  # fmt: skip
-    now = _met(sync, shares, share, spent, 0, now)
+    now = _met(sync, shares, share, spent, 1, now)
     for layer in range(layers):
         at, counter = table[layer], counter + LINE
         _matrix(product, at, sizes, 0, fitted, stride, rows, wide, counter)
-        now = _met(sync, shares, share, spent, 1, now)
+        now = _met(sync, shares, share, spent, 2, now)
 
         k_cache = carray(_cache_at(bits, caches[layer, 0]), (num_pages, kv_heads, size * dim))
         v_cache = carray(_cache_at(bits, caches[layer, 1]), (num_pages, kv_heads, size * dim))
@@ -183,7 +206,7 @@ def run(
             wide, qkv_width, at, sizes, cos, sin, positions, cells, eps, k_cache, v_cache,
             counter, piece,
         )  # fmt: skip
-        now = _met(sync, shares, share, spent, 2, now)
+        now = _met(sync, shares, share, spent, 3, now)
 
         qkv = carray(float_at(wide), (rows, qkv_width))
         q = as_strided(qkv, (rows, heads, dim), (4 * qkv_width, 4 * dim, 4))
@@ -192,7 +215,7 @@ def run(
             q, out, k_cache, v_cache, places, ancestors, tiles, pages, size, at[16], scale,
             share, shares,
         )  # fmt: skip
-        now = _met(sync, shares, share, spent, 3, now)
+        now = _met(sync, shares, share, spent, 4, now)
 
         for row in range(share, rows, shares):
             fit_row(
@@ -201,29 +224,29 @@ def run(
         meet(sync, shares)
         counter += LINE
         _matrix(product, at, sizes, 1, fitted, stride, rows, wide, counter)
-        now = _met(sync, shares, share, spent, 4, now)
+        now = _met(sync, shares, share, spent, 5, now)
 
         counter += LINE
         _norm(
             fit, x, keep, temp, floats(at[13], width), eps, wide, PANEL * sizes[5], fitted, stride,
             sizes[6], False, counter, piece,
         )  # fmt: skip
-        now = _met(sync, shares, share, spent, 0, now)
+        now = _met(sync, shares, share, spent, 1, now)
 
         counter += LINE
         _matrix(product, at, sizes, 2, fitted, stride, rows, wide, counter)
-        now = _met(sync, shares, share, spent, 5, now)
+        now = _met(sync, shares, share, spent, 6, now)
 
         counter += LINE
         _activate(
             fit, wide, PANEL * sizes[8], rows, inner, temp, fitted, stride, sizes[9], counter,
             piece,
         )  # fmt: skip
-        now = _met(sync, shares, share, spent, 6, now)
+        now = _met(sync, shares, share, spent, 7, now)
 
         counter += LINE
         _matrix(product, at, sizes, 3, fitted, stride, rows, wide, counter)
-        now = _met(sync, shares, share, spent, 7, now)
+        now = _met(sync, shares, share, spent, 8, now)
 
         counter += LINE
         last = layer + 1 == layers
@@ -231,9 +254,20 @@ def run(
             fit, x, hidden if last else keep, temp, floats(table[layer + 1, 12], width), eps, wide,
             PANEL * sizes[11], fitted, stride, sizes[0], last, counter, piece,
         )  # fmt: skip
-        now = _met(sync, shares, share, spent, 0, now)
+        now = _met(sync, shares, share, spent, 1, now)
         if taps[layer] >= 0:
             first = taps[layer] * width
             for row in range(share, rows, shares):
                 tapped[row, first : first + width] = x[row]
             meet(sync, shares)
+
+    for i in range(share, outputs.shape[0], shares):
+        row = hidden.ctypes.data + 4 * outputs[i] * width
+        fit_row(formats[3], row, 0, width, fitted + i * stride, ends[7])
+    meet(sync, shares)
+    counter += LINE
+    multiply(
+        formats[4], fitted, stride, outputs.shape[0], ends[4], ends[7], ends[8], ends[9], ends[5],
+        ends[6], logits.ctypes.data, logits.shape[1], counter,
+    )  # fmt: skip
+    _met(sync, shares, share, spent, 9, now)

@@ -87,12 +87,6 @@ class Decoder:
         self.rope.cover(layout.positions)
         cos, sin = self.rope.cos, self.rope.sin
         x = self.embedding(tokens)  # [R, H]
-        if self.whole_pass is not None and rows and can_run(attention, kv):
-            hidden, features = self.whole_pass(x, attention, layout, kv, cos, sin, taps)
-            for i, tap in enumerate(taps):
-                if tap == -1:
-                    features[:, i * x.shape[1] : (i + 1) * x.shape[1]] = hidden
-            return hidden, features if taps else None
         hidden = rms_norm(x, layers[0].input_norm, eps)
         tapped: dict[int, Tensor] = {}
         for i, layer in enumerate(layers):
@@ -121,3 +115,30 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [O, V] float32 of hidden states [O, H]."""
         return self.lm_head(hidden)
+
+    @torch.inference_mode()
+    def run(
+        self,
+        tokens: Tensor,
+        attention: Attention,
+        layout: Layout,
+        kv: SequenceOf[tuple[Tensor, Tensor]],
+        outputs: Tensor,
+        taps: tuple[int, ...] = (),
+    ) -> tuple[Tensor, Tensor | None]:
+        """`forward` and then the logits of rows ``outputs`` [O] int32, in one compiled call where
+        that can be had.
+
+        Returns:
+            Logits [O, V] float32, and the tapped hidden states as `forward` gives them.
+        """
+        if self.whole_pass is None or not len(tokens) or not can_run(attention, kv):
+            hidden, features = self.forward(tokens, attention, layout, kv, taps)
+            return self.logits(hidden[outputs]), features
+        self.rope.cover(layout.positions)
+        logits, hidden, features = self.whole_pass(tokens, attention, layout, kv, outputs, taps)
+        width = hidden.shape[1]
+        for i, tap in enumerate(taps):
+            if tap == -1:
+                features[:, i * width : (i + 1) * width] = hidden
+        return logits, features if taps else None

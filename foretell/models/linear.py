@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretell.attention.pool import in_shares, num_threads
+from foretell.attention.pool import num_threads, together
 from foretell.config import Weights
 from foretell.models.quant import GROUP, PANEL, Packed, fit, pack, select, turn, unpack
 
@@ -87,12 +87,12 @@ class PackedLinear:
         shares = num_threads() if work > _WORTH_A_THREAD else 1
         sync = np.zeros(compiled.SYNC, np.uint8)
         arguments = (
-            *compiled.compile_format(self.kind), x.data_ptr(), self.in_features, rows,
+            *compiled.compile_format(self.kind)[:2], x.data_ptr(), self.in_features, rows,
             -(-fitted.data_ptr() // 64) * 64, stride, self.packed.weights.data_ptr(), self.padded,
             self.packed.weights.shape[1], self.panels, self.packed.scale.data_ptr(),
             self.bias.data_ptr(), out.data_ptr(), width, sync.ctypes.data,
         )  # fmt: skip
-        in_shares(compiled.product, arguments, shares)
+        together(compiled.product, arguments, shares, (x, fitted, out, sync, self))
         return out[:, : self.out_features].contiguous()
 
     def _portable(self, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from foretell.attention.kernels import FLAGS
 from foretell.attention.together import LINE, fetch_add, meet
 from foretell.config import Weights
 from foretell.models.fitting import fit
-from foretell.models.quant import GROUP, PANEL
+from foretell.models.quant import GROUP, PANEL, TURNED
 from foretell.models.tiles import LIKE, group_of, tile
 
 _PIECE = 2
@@ -107,12 +107,53 @@ def _multiply(
         start = following
 
 
+@intrinsic
+def _words_at(typing: Any, address: Any) -> Any:
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        return b.inttoptr(arguments[0], ir.IntType(32).as_pointer())
+
+    return types.CPointer(types.uint32)(types.int64), generate
+
+
+@njit(**FLAGS)
+def _read_row(
+    like: Any, weights: Any, panel: Any, padded: Any, scales: Any, row: Any, width: Any, out: Any
+) -> None:
+    """A row of a matrix (not int4), the inverse of packing: as `PackedEmbedding` in torch."""
+    steps = padded * like.itemsize // 4
+    start = weights + row // PANEL * panel + row % PANEL // 16 * 64 + row % 16 * 4
+    words = carray(_words_at(start), (32 * (steps - 1) + 1,))
+    values = np.empty(padded, np.float32)
+    scale = floats(scales + 4 * row, 1)[0]
+    for step in range(steps):
+        word = words[32 * step]
+        if like.itemsize == 1:
+            for i in range(4):
+                level = np.int32((word >> np.uint32(8 * i)) & np.uint32(255)) - np.int32(128)
+                values[4 * step + i] = np.float32(level) * scale
+        elif like.itemsize == 2:
+            values[2 * step] = np.uint32(word << np.uint32(16)).view(np.float32)
+            values[2 * step + 1] = np.uint32(word & np.uint32(0xFFFF0000)).view(np.float32)
+        else:
+            values[step] = np.uint32(word).view(np.float32)
+    if like.itemsize == 1:
+        half = 1
+        while half < TURNED:
+            for first in range(0, padded, 2 * half):
+                for i in range(first, first + half):
+                    low, high = values[i], values[i + half]
+                    values[i], values[i + half] = low + high, low - high
+            half *= 2
+    floats(out, width)[:] = values[:width]
+
+
 class Format(NamedTuple):
-    """Addresses of a format's two functions: other compiled code calls them without knowing which
+    """Addresses of a format's functions: other compiled code calls them without knowing which
     format it is, and need not be compiled again for each."""
 
     fit: int  # `_fit_row` without `like`
     multiply: int  # `_multiply` without `like`
+    read_row: int  # `_read_row` without `like`
 
 
 _CACHED = {"cache": FLAGS["cache"], "error_model": "numpy"}
@@ -136,7 +177,13 @@ def compile_format(kind: Weights) -> Format:
             like, x, stride, rows, weights, padded, panel, panels, scale, bias, out, width, counter
         )
 
-    return Format(fit.address, multiply.address)
+    @cfunc(types.void(*[types.int64] * 7), **_CACHED)
+    def read(
+        weights: Any, panel: Any, padded: Any, scales: Any, row: Any, width: Any, out: Any
+    ) -> None:
+        _read_row(like, weights, panel, padded, scales, row, width, out)
+
+    return Format(fit.address, multiply.address, read.address)
 
 
 def _call(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
@@ -161,6 +208,15 @@ def multiply(
     return types.void(*[types.int64] * 13), _call
 
 
+@intrinsic
+def read_row(
+    typing: Any, address: Any, weights: Any, panel: Any, padded: Any, scales: Any, row: Any,
+    width: Any, out: Any,
+) -> Any:  # fmt: skip
+    """`_read_row` of the format whose function lies at an address."""
+    return types.void(*[types.int64] * 8), _call
+
+
 @njit(types.void(*[types.int64] * 18), **FLAGS)
 def product(
     fit: Any, run: Any, x: Any, inputs: Any, rows: Any, fitted: Any, stride: Any, weights: Any,
@@ -175,3 +231,4 @@ def product(
         run, fitted, stride, rows, weights, padded, panel, panels, scale, bias, out, width,
         sync + 2 * LINE,
     )  # fmt: skip
+    meet(sync, shares)

@@ -110,8 +110,9 @@ class Runtime:
         assert self.kv is not None
         batch = pack(rows, self.page_table, self.page_size, self.device)
         self.attention.plan(batch.layout)
-        hidden, features = model.forward(
-            batch.tokens, self.attention, batch.layout, self.kv.layers[group], taps=taps
-        )
-        wanted = hidden if len(rows.outputs) == len(rows) else hidden[batch.outputs]
-        return Output(model.logits(wanted), features)  # [O, V]
+        return Output(
+            *model.run(
+                batch.tokens, self.attention, batch.layout, self.kv.layers[group], batch.outputs,
+                taps,
+            )
+        )  # fmt: skip

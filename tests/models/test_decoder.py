@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from foretell.attention import pool
 from foretell.attention.cpu import CpuAttention
 from foretell.attention.reference import ReferenceAttention
 from foretell.models.loader import load
@@ -97,3 +98,36 @@ def test_positions_past_the_table_are_computed_not_read_out_of_bounds(tmp_path):
     assert len(loaded.model.rope.cos) == 16
     logits, _ = Cache(loaded, CpuAttention()).run(TOKENS, 0)
     assert error(logits, reference(model, TOKENS)) < 1e-4
+
+
+@pytest.mark.parametrize("weights", ["int8", "bf16", "f32", "int4"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_compiled_pass_does_what_forward_says(kind, weights, tmp_path, monkeypatch):
+    loaded = load(str(save(make(kind), tmp_path)), weights, progress=False)
+    assert loaded.model.whole_pass is not None
+    compiled = Cache(loaded, CpuAttention())
+    found = [compiled.run(TOKENS[:30], 0, taps=(1, -1)), compiled.run(TOKENS[30:38], 30, PARENTS)]
+    before = compiled.kv
+    monkeypatch.setattr(loaded.model, "whole_pass", None)
+    plain = Cache(loaded, CpuAttention())
+    expected = [plain.run(TOKENS[:30], 0, taps=(1, -1)), plain.run(TOKENS[30:38], 30, PARENTS)]
+    limit = 0.03 if weights in ("int8", "int4", "bf16") else 1e-5  # a level may fall either way
+    assert error(found[0][0], expected[0][0]) < limit
+    assert error(found[0][1], expected[0][1]) < limit
+    assert error(found[1][0], expected[1][0]) < limit
+    for ours, theirs in zip(before, plain.kv, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert error(a.float(), b.float()) < limit
+
+
+@pytest.mark.parametrize("weights", ["int8", "bf16", "int4"])
+def test_threads_change_no_bits_of_a_pass(weights, tmp_path, monkeypatch):
+    loaded = load(str(save(make("smollm2"), tmp_path)), weights, progress=False)
+    found = []
+    for threads in (1, 2, 3, 5):
+        monkeypatch.setattr(pool, "_num_threads", threads)
+        cache = Cache(loaded, CpuAttention())
+        found.append([cache.run(TOKENS[:30], 0)[0], cache.run(TOKENS[30:38], 30, PARENTS)[0]])
+    for other in found[1:]:
+        assert torch.equal(other[0], found[0][0])
+        assert torch.equal(other[1], found[0][1])

@@ -109,7 +109,6 @@ class Cache:
             page_size=8,
         )
         self.attention.plan(layout)
-        hidden, features = self.loaded.model.forward(
-            torch.tensor(tokens), self.attention, layout, self.kv, taps=taps
+        return self.loaded.model.run(
+            as_int(tokens), self.attention, layout, self.kv, as_int(range(n)), taps=taps
         )
-        return self.loaded.model.logits(hidden), features
