@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from foretell.attention.base import Layout
-from foretell.attention.pool import in_shares, num_threads
+from foretell.attention.pool import num_threads, together
 from foretell.attention.rows import cache_bits
 
 _WORTH_A_THREAD = 10_000_000
@@ -45,9 +45,18 @@ class CpuAttention:
         rows[:, 2] = ends = prefix + np.bitwise_count(ancestors & _ANCESTORS)
         rows[:, 3] = layout.positions.numpy()
         tiles = _tiles(layout.row_seq.tolist(), self._kernels.TILE)
-        self._num_tiles, self._keys = len(tiles), sum(ends.tolist())
-        tiles = np.array(tiles, np.int32).reshape(-1, 3)  # [tiles, 3]
-        self.planned = (rows, ancestors, tiles, table)
+        self._keys = sum(ends.tolist())
+        part = self._kernels.PART
+        pieces: list[tuple[int, int, int]] = []
+        for i, (first, end, _) in enumerate(tiles):
+            num = max(1, -(-int(ends[first:end].max()) // part))
+            pieces.extend((i, j, num) for j in range(num))
+        self.num_parts = max((num for _, _, num in pieces), default=1)
+        """Most parts of any row's keys."""
+        self.planned = (
+            rows, ancestors, np.array(tiles, np.int32).reshape(-1, 3),
+            np.array(pieces, np.int32).reshape(-1, 3), table,
+        )  # fmt: skip
         """What the kernel reads of the layout."""
 
     def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
@@ -67,18 +76,18 @@ class CpuAttention:
     ) -> Tensor:
         """See `Attention.run`. q [R, H, D] float32 may be a view of any strides."""
         keys, queries = cache_bits(k_cache), (q.detach() if q.requires_grad else q).numpy()
-        kernel = self._kernels.attend(keys.itemsize)
         rows, heads, dim = queries.shape
-        out = torch.empty(rows, heads, dim)  # not numpy's: a product's bits may hang on alignment
+        out = torch.empty(rows, heads, dim)
+        parts = np.empty((rows, heads, self.num_parts, dim + 2), np.float32)
+        done = np.zeros((len(self.planned[2]), keys.shape[1]), np.int64)
+        sync = np.zeros(self._kernels.SYNC, np.uint8)
         arguments = (
             queries, out.numpy(), keys, cache_bits(v_cache), *self.planned, self._size,
-            window or NO_WINDOW, scale,
+            window or NO_WINDOW, scale, parts, done, sync.ctypes.data,
         )  # fmt: skip
-        if 2 * self._keys * heads * dim > _WORTH_A_THREAD:
-            threads = self._threads or num_threads()
-            in_shares(kernel, arguments, min(threads, self._num_tiles * keys.shape[1]))
-        else:
-            kernel(*arguments, 0, 1)
+        worth = 2 * self._keys * heads * dim > _WORTH_A_THREAD
+        shares = (self._threads or num_threads()) if worth else 1
+        together(self._kernels.attend(keys.itemsize), arguments, shares, sync)
         return out
 
 

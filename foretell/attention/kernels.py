@@ -16,24 +16,17 @@ import numba
 import numpy as np
 from numba import float32, int32, int64, njit, types, uint16, uint32
 
-from foretell.attention.fetch import fetch
-from foretell.attention.micro import BLOCK, CHUNK, PAIRS, SLACK, step, transpose, widen
+from foretell.attention.blocks import FLAGS, ask, copy_block, count_plain
+from foretell.attention.micro import BLOCK, CHUNK, PAIRS, SLACK, step
+from foretell.attention.together import LINE, fetch_add, meet
 
 TILE = 16
 """Rows that share a copied block. Changes no bits."""
+PART = 256
+"""Keys that one thread takes: with 3 heads and 2 threads, whole ones would leave a thread waiting.
+Changing it changes the last bits of results beyond it."""
 
 
-def _can_cache() -> bool:
-    """Numba keeps compiled code beside this file or in the user's cache directory, and refuses to
-    go on where it may write to neither; then each process compiles for itself."""
-    try:
-        njit(cache=True)(_can_cache)
-    except RuntimeError:
-        return False
-    return True
-
-
-FLAGS = {"nogil": True, "error_model": "numpy", "cache": _can_cache()}
 _step1, _step2, _step3, _step4 = (step(pairs) for pairs in (1, 2, 3, PAIRS))
 _LOG2E = np.float32(1.4426950408889634)
 _MAGIC = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to a whole number
@@ -64,88 +57,6 @@ def exp(x: Any) -> Any:
 
 
 @njit(**FLAGS)
-def _find(
-    places: Any, table: Any, heads: Any, head: Any, first: Any, num: Any, at: Any, dim: Any,
-    size: Any,
-) -> None:  # fmt: skip
-    """Places in the cache of logical cells first .. first + num - 1, for key `at` onwards."""
-    while num > 0:
-        page, offset = np.int64(table[first // size]), first % size
-        run = min(num, size - offset)
-        start = ((page * heads + head) * size + offset) * dim
-        for x in range(run):
-            places[at + x] = start + x * dim
-        first += run
-        at += run
-        num -= run
-
-
-@njit(**FLAGS)
-def _copy_block(
-    k_cache: Any, v_cache: Any, kt: Any, v: Any, scratch: Any, places: Any, table: Any,
-    head: Any, start: Any, end: Any, plain: Any, row: Any, ancestors: Any, dim: Any, size: Any,
-) -> None:  # fmt: skip
-    """Keys start .. end - 1 of a row: the first `plain` of its text are cells, then ancestors."""
-    heads = k_cache.shape[1]
-    num = max(0, min(end, plain) - start)
-    _find(places, table, heads, head, start, num, 0, dim, size)
-    if end > plain:
-        index, base = np.int64(row[0]), np.int64(row[1])
-        for j in range(1, 64):
-            if (ancestors >> np.uint64(j)) & np.uint64(1):
-                if max(start, plain) <= index < end:
-                    _find(places, table, heads, head, base + j, 1, index - start, dim, size)
-                index += 1
-    for j in range(end - start, BLOCK):
-        places[j] = places[0]
-    if dim % CHUNK == 0:
-        transpose(k_cache, places, dim, kt)
-        widen(v_cache, places, dim, v)
-    else:  # the vectors' last items could lie past the cache's end
-        _copy(k_cache, places, dim, scratch)
-        transpose(scratch, places[BLOCK:], dim, kt)
-        _copy(v_cache, places, dim, scratch)
-        widen(scratch, places[BLOCK:], dim, v)
-
-
-@njit(**FLAGS)
-def _ask(
-    k_cache: Any, v_cache: Any, table: Any, head: Any, first: Any, end: Any, dim: Any, size: Any
-) -> None:
-    """Has cells first .. end - 1 of a head fetched, to be copied soon."""
-    while first < end:
-        page, offset = np.int64(table[first // size]), first % size
-        run = min(end - first, size - offset)
-        start = ((page * k_cache.shape[1] + head) * size + offset) * dim
-        fetch(k_cache, start, run * dim)
-        fetch(v_cache, start, run * dim)
-        first += run
-
-
-@njit(**FLAGS)
-def _copy(cache: Any, places: Any, dim: Any, scratch: Any) -> None:
-    """A block's keys or values to scratch [BLOCK * D]; the new places follow the old."""
-    flat = cache.reshape(-1)
-    for j in range(BLOCK):
-        places[BLOCK + j] = j * dim
-        for d in range(dim):
-            scratch[j * dim + d] = flat[places[j] + d]
-
-
-@njit(**FLAGS)
-def _plain(row: Any, ancestors: Any) -> Any:
-    """How many of a row's first keys lie in cells 0, 1, 2, ...: its prefix, and the ancestors that
-    follow it without a gap, so that a chain of drafts is like a prompt."""
-    num = np.int64(row[0])
-    if row[1] + 1 == num:
-        j = np.uint64(1)
-        while j < np.uint64(64) and (ancestors >> j) & np.uint64(1):
-            num += 1
-            j += np.uint64(1)
-    return num
-
-
-@njit(**FLAGS)
 def _steps(
     q: Any, kt: Any, v: Any, dim: Any, padded: Any, o: Any, state: Any, s: Any, pair: Any,
     end_pair: Any, first: Any, end: Any,
@@ -162,6 +73,26 @@ def _steps(
         _step1(q, kt, v, dim, padded, o, state, s, pair, first, end)
 
 
+@njit(fastmath={"contract"}, **FLAGS)
+def _sum_parts(parts: Any, num: Any, out: Any) -> None:
+    """Sums of values, each with its maximum and sum of weights behind it [num, D + 2], as one."""
+    dim = out.shape[0]
+    top = np.float32(-np.inf)
+    for part in range(num):
+        top = max(top, parts[part, dim])
+    total = np.float32(0.0)
+    out[:] = np.float32(0.0)
+    for part in range(num):
+        high = parts[part, dim]
+        by = np.float32(0.0) if high == np.float32(-np.inf) else exp(high - top)
+        total += parts[part, dim + 1] * by
+        for d in range(dim):
+            out[d] += parts[part, d] * by
+    inverse = np.float32(1.0) / total if total != 0 else np.float32(0.0)
+    for d in range(dim):
+        out[d] *= inverse
+
+
 def _attend(
     q: Any,  # [R, H, D] float32
     out: Any,  # [R, H, D] float32
@@ -170,14 +101,18 @@ def _attend(
     rows: Any,  # [R, 4] int32: prefix, base, count, position
     ancestors: Any,  # [R] uint64
     tiles: Any,  # [tiles, 3] int32: first row, end row, sequence
+    pieces: Any,  # [pieces, 3] int32: tile, which part of its keys, how many parts
     table: Any,  # [B, P] int32
     size: int,
     window: int,
     scale: float,
-    share: int,
-    shares: int,
+    parts: Any,  # [R, H, most parts, D padded + 2] float32: scratch
+    done: Any,  # [tiles, Hkv] int64: zeros
+    counter: int,
 ) -> None:
-    """Attention of every `shares`-th (tile, kv head) from `share` on."""
+    """Attention of the (piece, kv head) pairs that this thread gets, handed out by the int64 at
+    address `counter`. Keys are taken in parts of `PART` from key 0, which several threads may work
+    at; the last one to finish adds the parts up in order, so that nobody's share shows in a bit."""
     heads, dim = q.shape[1], q.shape[2]
     kv_heads = k_cache.shape[1]
     group = heads // kv_heads
@@ -193,15 +128,20 @@ def _attend(
     s = np.empty(PAIRS * BLOCK, np.float32)
     begins, ends = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
     plain = np.empty(TILE, np.int64)
-    for item in range(share, tiles.shape[0] * kv_heads, shares):
-        tile, head = item // kv_heads, item % kv_heads
+    items = pieces.shape[0] * kv_heads
+    item = fetch_add(counter, 1)
+    while item < items:
+        following = fetch_add(counter, 1)
+        piece, head = item // kv_heads, item % kv_heads
+        tile, part, num_parts = pieces[piece, 0], pieces[piece, 1], pieces[piece, 2]
         first_row, num = tiles[tile, 0], tiles[tile, 1] - tiles[tile, 0]
         pages = table[tiles[tile, 2]]
+        first_key, end_key = np.int64(part) * PART, (np.int64(part) + 1) * PART
         for t in range(num):
             row = first_row + t
-            begins[t] = max(np.int64(0), np.int64(rows[row, 3]) + 1 - window)
-            ends[t] = rows[row, 2]
-            plain[t] = _plain(rows[row], ancestors[row])
+            begins[t] = max(first_key, np.int64(rows[row, 3]) + 1 - window)
+            ends[t] = min(np.int64(rows[row, 2]), end_key)
+            plain[t] = count_plain(rows[row], ancestors[row])
             for g in range(group):
                 pair = t * group + g
                 state[2 * pair] = -np.inf
@@ -211,7 +151,6 @@ def _attend(
         o[: num * group * padded] = 0.0
         first_block = begins[:num].min() // BLOCK
         end_block = (ends[:num].max() + BLOCK - 1) // BLOCK
-        cells = plain[:num].max()
         for block in range(first_block, end_block):
             start = block * BLOCK
             shared = np.int64(0)
@@ -220,16 +159,22 @@ def _attend(
                 if end <= plain[t]:
                     shared = max(shared, end)
             if shared > start:
-                _copy_block(
+                copy_block(
                     k_cache, v_cache, kt, v, scratch, places, pages, head, start, shared, shared,
                     rows[first_row], ancestors[first_row], dim, size,
                 )  # fmt: skip
             if block + 1 < end_block:
-                asked, ask = head, start + BLOCK
-            else:
-                asked, ask = head + shares, first_block * BLOCK
-            if asked < kv_heads:
-                _ask(k_cache, v_cache, pages, asked, ask, min(ask + BLOCK, cells), dim, size)
+                ask(
+                    k_cache, v_cache, pages, head, start + BLOCK,
+                    min(start + 2 * BLOCK, plain[:num].max()), dim, size,
+                )  # fmt: skip
+            elif following < items:
+                after = following // kv_heads
+                key, other = np.int64(pieces[after, 1]) * PART, tiles[pieces[after, 0]]
+                ask(
+                    k_cache, v_cache, table[other[2]], following % kv_heads, key,
+                    min(key + BLOCK, np.int64(rows[other[0], 0])), dim, size,
+                )  # fmt: skip
             t = 0
             while t < num:
                 end, begin = min(ends[t], start + BLOCK), max(start, begins[t])
@@ -238,7 +183,7 @@ def _attend(
                     continue
                 if end > plain[first]:
                     row = first_row + first
-                    _copy_block(
+                    copy_block(
                         k_cache, v_cache, own_kt, own_v, scratch, places, pages, head, start, end,
                         plain[first], rows[row], ancestors[row], dim, size,
                     )  # fmt: skip
@@ -261,10 +206,17 @@ def _attend(
         for t in range(num):
             for g in range(group):
                 pair = t * group + g
-                total = state[2 * pair + 1]
-                inverse = np.float32(1.0) / total if total != 0 else np.float32(0.0)
+                target = parts[first_row + t, head * group + g, part]
+                target[dim] = state[2 * pair]
+                target[dim + 1] = state[2 * pair + 1]
                 for d in range(dim):
-                    out[first_row + t, head * group + g, d] = o[pair * padded + d] * inverse
+                    target[d] = o[pair * padded + d]
+        place = done.ctypes.data + 8 * (np.int64(tile) * kv_heads + head)
+        if fetch_add(place, 1) == num_parts - 1:
+            for t in range(num):
+                for h in range(head * group, (head + 1) * group):
+                    _sum_parts(parts[first_row + t, h], num_parts, out[first_row + t, h])
+        item = following
 
 
 @njit(**FLAGS)
@@ -299,18 +251,35 @@ def strided(dtype: Any, ndim: int) -> types.Array:
 
 attend_any = njit(**FLAGS)(_attend)
 """`attend` for other compiled code: it takes the types it is called with."""
+SYNC = 3 * LINE
+
+
+def _attend_alone(
+    q: Any, out: Any, k_cache: Any, v_cache: Any, rows: Any, ancestors: Any, tiles: Any,
+    pieces: Any, table: Any, size: Any, window: Any, scale: Any, parts: Any, done: Any, sync: Any,
+    share: Any, shares: Any,
+) -> None:  # fmt: skip
+    attend_any(
+        q, out, k_cache, v_cache, rows, ancestors, tiles, pieces, table, size, window, scale,
+        parts, done, sync + 2 * LINE,
+    )  # fmt: skip
+    meet(sync, shares)
+
+
 _BITS = {2: uint16[:, :, ::1], 4: uint32[:, :, ::1]}
 
 
 @functools.cache
 def attend(itemsize: int) -> Callable[..., None]:
-    """The compiled kernel for a cache of 2 (bfloat16) or 4 (float32) bytes a number."""
+    """The compiled kernel for a cache of 2 (bfloat16) or 4 (float32) bytes a number; its last
+    arguments are the address of `SYNC` bytes of zeros, share and shares."""
     cache = _BITS[itemsize]
     signature = types.void(
         strided(float32, 3), float32[:, :, ::1], cache, cache, int32[:, ::1], numba.uint64[::1],
-        int32[:, ::1], int32[:, ::1], int64, int64, float32, int64, int64,
+        int32[:, ::1], int32[:, ::1], int32[:, ::1], int64, int64, float32,
+        float32[:, :, :, ::1], int64[:, ::1], int64, int64, int64,
     )  # fmt: skip
-    return njit(signature, **FLAGS)(_attend)
+    return njit(signature, **FLAGS)(_attend_alone)
 
 
 @functools.cache

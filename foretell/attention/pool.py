@@ -37,27 +37,13 @@ def _threads(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix="foretell")
 
 
-def in_shares(kernel: Callable[..., None], arguments: tuple[Any, ...], shares: int) -> None:
-    """Calls ``kernel(*arguments, share, shares)`` for each share; the caller takes the first.
-
-    The kernel must release the GIL, must not raise and must give the same bits for any number of
-    shares.
-    """
-    if shares <= 1:
-        kernel(*arguments, 0, 1)
-        return
-    submit = _threads(shares - 1).submit
-    others = [submit(kernel, *arguments, share, shares) for share in range(1, shares)]
-    kernel(*arguments, 0, shares)
-    for other in others:
-        other.result()
-
-
 def together(
     kernel: Callable[..., None], arguments: tuple[Any, ...], shares: int, kept: Any
 ) -> None:
-    """`in_shares` for a kernel whose shares wait for each other and all meet in the end, so that
-    when the first one returns there is no need to ask for the others.
+    """Calls ``kernel(*arguments, share, shares)`` for each share; the caller takes the first.
+
+    The kernel must release the GIL, must not raise and must give the same bits for any number of
+    shares. They all meet in its end: when the first one returns the others need not be asked.
 
     Args:
         kept: what must outlive them: memory that `arguments` have addresses of.

@@ -33,7 +33,7 @@ _SPAN = 512
 
 def sync_bytes(layers: int) -> int:
     """What a pass needs to keep its threads together: the barrier and a counter a hand-out."""
-    return LINE * (5 + 8 * layers)
+    return LINE * (5 + 9 * layers)
 
 
 @njit(**FLAGS)
@@ -167,11 +167,14 @@ def run(
     places: Any,  # [R, 4]: prefix, base, count, position
     ancestors: Any,  # [R]
     tiles: Any,  # [tiles, 3]
+    pieces: Any,  # [pieces, 3]
     pages: Any,  # [B, P]
     fitted: Any,  # address of R fitted rows
     stride: Any,  # bytes of one
     wide: Any,  # address of R rows of the widest product
     seen: Any,  # address of [R, heads * D]
+    parts: Any,  # [R, heads, parts, D + 2]
+    done: Any,  # [layers, tiles, Hkv] of zeros
     sync: Any,  # address of `sync_bytes` of zeros
     spent: Any,  # [phases] ticks
     share: Any,
@@ -211,9 +214,10 @@ def run(
         qkv = carray(float_at(wide), (rows, qkv_width))
         q = as_strided(qkv, (rows, heads, dim), (4 * qkv_width, 4 * dim, 4))
         out = carray(float_at(seen), (rows, heads, dim))
+        counter += LINE
         attend_any(
-            q, out, k_cache, v_cache, places, ancestors, tiles, pages, size, at[16], scale,
-            share, shares,
+            q, out, k_cache, v_cache, places, ancestors, tiles, pieces, pages, size, at[16], scale,
+            parts, done[layer], counter,
         )  # fmt: skip
         now = _met(sync, shares, share, spent, 4, now)
 

@@ -91,13 +91,18 @@ class WholePass:
         room, (x, fitted, wide, seen) = self._buffers(rows)
         caches, num_pages, bits = self._where(kv)
         sync = np.zeros(self._compiled.sync_bytes(len(places)), np.uint8)
-        rope = self._decoder.rope
+        rope, config = self._decoder.rope, self._decoder.config
+        parts = np.empty(
+            (rows, config.num_heads, attention.num_parts, config.head_dim + 2), np.float32
+        )
+        done = np.zeros((len(places), len(attention.planned[2]), config.num_kv_heads), np.int64)
         arguments = (
             self._formats, self._ends, bits, tokens.numpy(), outputs.numpy(), logits.numpy(),
             x, hidden.numpy(), tapped.numpy(), places, self._table, caches,
             np.array([*self._sizes, layout.page_size, num_pages]), self._eps, self._scale,
             rope.cos.numpy(), rope.sin.numpy(), layout.positions.numpy(), layout.cells.numpy(),
-            *attention.planned, fitted, self._stride, wide, seen, sync.ctypes.data, self.spent,
+            *attention.planned, fitted, self._stride, wide, seen, parts, done, sync.ctypes.data,
+            self.spent,
         )  # fmt: skip
         together(self._compiled.run, arguments, num_threads(), (room, sync, self, kv))
         return logits[:, : self._decoder.config.vocab_size], hidden, tapped
