@@ -1,11 +1,10 @@
-"""Where a plain decode step goes, against the matrix products that it cannot do without.
+"""Where a plain decode step goes, against what it cannot do without.
 
     python benchmarks/profile_step.py --weights int8 --weights bf16
 
-Steps and product-only passes alternate in blocks, so that a machine that slows down does so for
-both. All numbers are medians over steps, in milliseconds. Two floors are shown: the model's linear
-layers called one after the other on one row (what they do to make rows independent included), and
-the library's bare product of the same weights with one row.
+Steps and the two floors alternate in blocks, so that a machine that slows down does so for all.
+All numbers are medians in milliseconds. The floors: the matrix products of one row alone, with as
+many threads; and reading as many bytes as the weights have, once, by the same threads.
 """
 
 from __future__ import annotations
@@ -13,163 +12,128 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.nn.functional as F
+import numpy as np
+from numba import njit
 from rich.console import Console
 from rich.table import Table
 
-import foretell.runtime.runner as runner
+from foretell.attention.kernels import FLAGS
+from foretell.attention.pool import num_threads, together
+from foretell.attention.together import LINE, fetch_add, meet
 from foretell.bench.environment import environment
 from foretell.bench.workloads import default_workload
 from foretell.llm import LLM
+from foretell.models.compiled import PHASES
+from foretell.models.products import compile_format, multiply, row_bytes
 from foretell.sequence import SamplingParams
 
-LINEARS = ("qkv", "o", "gate_up", "down")
 # Host work of the engine itself; everything else is the model's or the sampler's.
-BOOKKEEPING = ("schedule", "propose", "lay out rows", "pack batch", "commit", "observe", "other")
+BOOKKEEPING = ("schedule", "propose", "pack", "commit", "observe", "other")
+_FLAGS = FLAGS | {"cache": False}
+_PIECE = 1 << 16
 
 
-class Clock:
-    """Seconds by name since the last `take`."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.seconds[name] += time.perf_counter() - start
-
-        return call
-
-    def take(self) -> dict[str, float]:
-        taken, self.seconds = dict(self.seconds), defaultdict(float)
-        return taken
+@njit(**_FLAGS)
+def _products(table: Any, row: int, out: int, sync: int, share: int, shares: int) -> None:
+    for i in range(len(table)):
+        run, weights, padded, panel, panels, scale, bias, stride = table[i]
+        counter = sync + (2 + i) * LINE
+        multiply(run, row, stride, 1, weights, padded, panel, panels, scale, bias, out, 0, counter)
+        meet(sync, shares)
 
 
-class TimedAttention:
-    """Forwards everything and times it."""
-
-    def __init__(self, inner: Any, clock: Clock) -> None:
-        self._inner = inner
-        self.plan = clock.timed("attention plan", inner.plan)
-        self.run = clock.timed("attention", inner.run)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+@njit(fastmath=True, **_FLAGS)
+def _read(words: Any, sums: Any, sync: int, share: int, shares: int) -> None:
+    while True:
+        first = fetch_add(sync + 2 * LINE, _PIECE)
+        if first >= len(words):
+            break
+        total = np.uint64(0)
+        for word in words[first : first + _PIECE]:
+            total ^= word
+        sums[share] ^= total
+    meet(sync, shares)
 
 
 def floors(model: Any) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Two passes over all linear layers for one row: as the model calls them, and bare."""
-    config = model.config
-    width = {
-        "qkv": config.hidden_size,
-        "o": config.num_heads * config.head_dim,
-        "gate_up": config.hidden_size,
-        "down": config.intermediate_size,
-    }
-    calls: list[tuple[Any, torch.Tensor]] = [
-        (getattr(layer, name), torch.randn(1, width[name]))
-        for layer in model.layers
-        for name in LINEARS
-    ]
-    calls.append((model.lm_head, torch.randn(1, config.hidden_size)))
+    """A pass over all products for one row, and one over as many bytes."""
+    linears = [x for n in model.layers for x in (n.qkv, n.o, n.gate_up, n.down)]
+    linears.append(model.lm_head)
+    table = np.array([
+        (
+            compile_format(x.kind).multiply, x.packed.weights.data_ptr(), x.padded,
+            x.packed.weights.shape[1], x.panels, x.packed.scale.data_ptr(), x.bias.data_ptr(),
+            row_bytes(x.kind, x.padded),
+        )
+        for x in linears
+    ])  # fmt: skip
+    row = np.zeros(int(table[:, 7].max()) + 64, np.uint8)
+    out = np.zeros(32 * int(table[:, 4].max()), np.float32)
+    words = np.ones(sum(x.packed.weights.numel() for x in linears) // 8, np.uint64)
+    sums = np.zeros(64, np.uint64)
 
-    products: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
-    for linear, x in calls:
-        if (packed := getattr(linear, "_packed", None)) is not None and hasattr(packed, "unpack"):
-            # The packed weights may hold columns that only the row-wise scaling uses.
-            inputs = packed.unpack()[0].shape[1]
-            row = F.pad(x, (0, inputs - x.shape[1]))
-            products.append((torch.ops.quantized.linear_dynamic, (row, packed, False)))
-        elif (weight := getattr(linear, "weight", None)) is not None:
-            products.append((F.linear, (x.to(weight.dtype), weight)))
-        else:
-            products.append((linear, (x,)))
+    def products() -> None:
+        sync = np.zeros((3 + len(table)) * LINE, np.uint8)
+        arguments = (table, row.ctypes.data, out.ctypes.data, sync.ctypes.data)
+        together(_products, arguments, num_threads(), (row, out, sync))
 
-    def as_called() -> None:
-        for linear, x in calls:
-            linear(x)
+    def read() -> None:
+        sync = np.zeros(4 * LINE, np.uint8)
+        together(_read, (words, sums, sync.ctypes.data), num_threads(), sync)
 
-    def bare() -> None:
-        for function, arguments in products:
-            function(*arguments)
-
-    return as_called, bare
+    return products, read
 
 
 def profile(
     llm: LLM, context: int, steps: int
 ) -> tuple[list[dict[str, float]], list[float], list[float]]:
-    """Per step seconds by phase, and the two floors' seconds by pass."""
-    engine, clock = llm.engine, Clock()
-    model: Any = engine.runtime.target.model
-    as_called, bare = floors(model)
-
+    """Per step seconds by part, and the floors' seconds by pass."""
+    engine, model = llm.engine, llm.target.model
+    whole = model.whole_pass
+    assert whole is not None, "numba cannot be had here: there is no compiled pass to look into"
+    bare = floors(model)
     text = "\n\n".join(turn for c in default_workload() for turn in c.turns)
     ids = (llm.tokenizer.encode(text) * (1 + context // 1000))[: max(1, context - steps // 2)]
     assert len(ids) == max(1, context - steps // 2)
-    for layer in model.layers:
-        for name in LINEARS:
-            setattr(layer, name, clock.timed("linear layers", getattr(layer, name)))
-    model.lm_head = clock.timed("lm_head", model.lm_head)
-    engine.runtime.attention = TimedAttention(engine.runtime.attention, clock)
-    original_pack, original_step = runner.pack, engine.step
-    runner.pack = clock.timed("pack batch", original_pack)
-    engine.step = clock.timed("step", original_step)  # type: ignore[method-assign]
 
     found: list[dict[str, float]] = []
     passes: tuple[list[float], list[float]] = ([], [])
-    before = dict(engine.metrics.phase_seconds)
+    before, ticks = dict(engine.metrics.phase_seconds), whole.spent.copy()
     params = SamplingParams(temperature=0, max_tokens=steps + 9, ignore_eos=True)
-    try:
-        for number, _ in enumerate(llm.stream(ids, params, speculate=False)):
-            step, now = clock.take(), dict(engine.metrics.phase_seconds)
-            phases = {name: now[name] - before[name] for name in now}
-            before = now
-            if number >= 8:  # the prompt's step and the first few warm up
-                found.append(_split(step, phases))
-            if number % 10 == 0:
-                for floor, times in zip((as_called, bare), passes, strict=True):
-                    for _ in range(10):
-                        start = time.perf_counter()
-                        with torch.inference_mode():
-                            floor()
-                        times.append(time.perf_counter() - start)
-    finally:
-        runner.pack = original_pack
-    return found, passes[0][10:] or passes[0], passes[1][10:] or passes[1]
+    start = time.perf_counter()
+    for number, _ in enumerate(llm.stream(ids, params, speculate=False)):
+        step = time.perf_counter() - start
+        now = dict(engine.metrics.phase_seconds)
+        phases = {name: now[name] - before[name] for name in now}
+        parts = (whole.spent - ticks) / max(1, (whole.spent - ticks).sum())
+        if number >= 8:  # the prompt's step and the first few warm up
+            found.append(_split(step, phases, parts))
+        if number % 10 == 0:
+            for floor, times in zip(bare, passes, strict=True):
+                for _ in range(6):
+                    start = time.perf_counter()
+                    floor()
+                    times.append(time.perf_counter() - start)
+        before, ticks = dict(engine.metrics.phase_seconds), whole.spent.copy()
+        start = time.perf_counter()
+    return found, passes[0][6:] or passes[0], passes[1][6:] or passes[1]
 
 
-def _split(step: dict[str, float], phases: dict[str, float]) -> dict[str, float]:
-    inside = ("pack batch", "attention plan", "linear layers", "lm_head", "attention")
-    named = {
-        "schedule": phases["schedule"],
-        "propose": phases["propose"],
-        "lay out rows": phases["pack"],
-        "pack batch": step["pack batch"],
-        "attention plan": step["attention plan"],
-        "linear layers": step["linear layers"],
-        "lm_head": step["lm_head"],
-        "attention": step["attention"],
-        "norms, rope, activation": phases["forward"] - sum(step[name] for name in inside),
-        "sample": phases["sample"] + phases.get("verify", 0.0),
-        "commit": phases["commit"],
-        "observe": phases["observe"],
-    }
-    named["other"] = step["step"] - sum(named.values())
-    return named | {"step": step["step"]}
+def _split(step: float, phases: dict[str, float], parts: np.ndarray) -> dict[str, float]:
+    """A step's parts; the compiled pass takes all of the forward phase but for its packing."""
+    forward = dict(zip((f"forward: {name}" for name in PHASES), parts.tolist(), strict=True))
+    named = {name: phases[name] for name in ("schedule", "propose", "pack")}
+    named |= {name: share * phases["forward"] for name, share in forward.items()}
+    named["sample"] = phases["sample"] + phases.get("verify", 0.0)
+    named |= {name: phases[name] for name in ("commit", "observe")}
+    return named | {"other": step - sum(named.values()), "step": step}
 
 
 def show(console: Console, weights: str, context: int, result: tuple[Any, ...]) -> None:
-    steps, as_called, bare = result
+    steps, products, read = result
     median = {name: 1e3 * statistics.median(step[name] for step in steps) for name in steps[0]}
     whole = median.pop("step")
     table = Table(
@@ -183,17 +147,17 @@ def show(console: Console, weights: str, context: int, result: tuple[Any, ...]) 
         table.add_row(name, f"{value:.3f}", f"{100 * value / whole:.1f}")
     table.add_section()
     own = sum(median[name] for name in BOOKKEEPING)
+    bare, memory = (1e3 * statistics.median(times) for times in (products, read))
     for name, value in (
         ("whole step", whole),
         ("engine's bookkeeping", own),
-        ("floor: linear layers alone", 1e3 * statistics.median(as_called)),
-        ("floor: bare products alone", 1e3 * statistics.median(bare)),
+        ("floor: products alone", bare),
+        ("floor: reading the weights", memory),
     ):
         table.add_row(name, f"{value:.3f}", f"{100 * value / whole:.1f}", style="bold")
     console.print(table)
     console.print(
-        f"step / linear layers {whole / (1e3 * statistics.median(as_called)):.2f}, "
-        f"step / bare products {whole / (1e3 * statistics.median(bare)):.2f}, "
+        f"step / products {whole / bare:.2f}, step / reading {whole / memory:.2f}, "
         f"bookkeeping {own / whole:.1%}\n"
     )
 
