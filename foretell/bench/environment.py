@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from foretell.attention.pool import num_threads
+
 PACKAGES = ("foretell", "torch", "transformers", "numpy", "numba", "gguf")
 
 
@@ -23,7 +25,7 @@ def environment() -> dict[str, object]:
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
         "cpu": _cpu(),
         "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
+        "threads": num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "commit": _commit(),
         "command": shlex.join([_program(), *sys.argv[1:]]),

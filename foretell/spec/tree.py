@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -42,7 +43,11 @@ class TokenTree:
         return [len(tokens) - 1 for tokens, _ in self.lists()]
 
     def lists(self) -> list[tuple[list[int], list[int]]]:
-        """For each sequence the tokens and the parents of its nodes, without padding."""
+        """For each sequence the tokens and the parents of its nodes, without padding; to read."""
+        return self._lists
+
+    @cached_property
+    def _lists(self) -> list[tuple[list[int], list[int]]]:
         sizes = cast(list[int], self.sizes.tolist())
         tokens = cast(list[list[int]], self.tokens.tolist())
         parents = cast(list[list[int]], self.parents.tolist())

@@ -80,7 +80,7 @@ def random_parents(rng: random.Random, num: int) -> list[int]:
 def random_step(rng: random.Random, page_size: int) -> Step:
     step = Step(page_size)
     for seq in range(rng.randint(1, 4)):
-        start = rng.choice([0, 1, rng.randrange(100), rng.randrange(40)])
+        start = rng.choice([0, 1, rng.randrange(100), rng.randrange(40), 200 + rng.randrange(600)])
         num = rng.choice([1, 1, rng.randint(1, 70)])
         step.run(seq, start, num)
         if rng.random() < 0.6:
@@ -185,12 +185,15 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(
         assert torch.equal(alone[0], together[row]), row
 
 
-@pytest.mark.parametrize("window", [None, 40])
-def test_a_tree_node_has_the_bits_of_the_plain_row(window: int | None) -> None:
-    """A chain of tree nodes, a chunk and single rows over the same text in other pages."""
+@pytest.mark.parametrize("window", [None, 40, 290])
+@pytest.mark.parametrize(("length", "root"), [(150, 120), (280, 250), (540, 508)])
+def test_a_tree_node_has_the_bits_of_the_plain_row(
+    length: int, root: int, window: int | None
+) -> None:
+    """A chain of tree nodes, a chunk and single rows over the same text in other pages; the later
+    ones over the border of two parts."""
     torch.manual_seed(2)
     rng = random.Random(2)
-    length, root = 150, 120
     k_text, v_text, q = (torch.randn(length, heads, 64) for heads in (3, 3, 9))
     results = []
     for shape in ("chunk", "chain", "bushy", "single"):
