@@ -33,7 +33,9 @@ class WholePass:
         from foretell.models import compiled
 
         config, layers = decoder.config, decoder.layers
-        self._compiled, self._decoder = compiled, decoder
+        self._compiled, self._config, self._rope = compiled, config, decoder.rope
+        # All that the addresses below point into; not the decoder, which holds this pass.
+        self._kept = (embedding, lm_head, layers, decoder.norm)
         linears = [_four(x) for x in layers]
         first = linears[0]
         table = np.zeros((len(layers) + 1, compiled.LAYER), np.int64)
@@ -66,7 +68,6 @@ class WholePass:
         self._eps = np.float32(config.rms_norm_eps)
         self._scale = np.float32(config.head_dim**-0.5)
         self._room = threading.local()
-        self._caches: tuple[Any, np.ndarray, int] | None = None
         self.spent = np.zeros(len(compiled.PHASES), np.int64)
         """Ticks of each of `compiled.PHASES` so far."""
 
@@ -81,7 +82,7 @@ class WholePass:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens [R] int32, outputs [O] int32 -> logits [O, V], hidden states after the final norm
         [R, H] and tapped ones [R, taps * H]; a tap of -1 is left to the caller."""
-        rows, width = len(tokens), self._decoder.config.hidden_size
+        rows, width = len(tokens), self._config.hidden_size
         hidden, tapped = torch.empty(rows, width), torch.empty(rows, len(taps) * width)
         logits = torch.empty(len(outputs), self._logits)
         places = np.full(len(self._table) - 1, -1, np.int64)
@@ -89,9 +90,10 @@ class WholePass:
             if tap >= 0:
                 places[tap] = i
         room, (x, fitted, wide, seen) = self._buffers(rows)
-        caches, num_pages, bits = self._where(kv)
+        caches = np.array([[x.data_ptr() for x in pair] for pair in kv])
+        num_pages, bits = len(kv[0][0]), _BITS[kv[0][0].element_size()]
         sync = np.zeros(self._compiled.sync_bytes(len(places)), np.uint8)
-        rope, config = self._decoder.rope, self._decoder.config
+        rope, config = self._rope, self._config
         parts = np.empty(
             (rows, config.num_heads, attention.num_parts, config.head_dim + 2), np.float32
         )
@@ -105,12 +107,12 @@ class WholePass:
             self.spent,
         )  # fmt: skip
         together(self._compiled.run, arguments, num_threads(), (room, sync, self, kv))
-        return logits[:, : self._decoder.config.vocab_size], hidden, tapped
+        return logits[:, : self._config.vocab_size], hidden, tapped
 
     def _buffers(self, rows: int) -> tuple[Tensor, tuple[np.ndarray, int, int, int]]:
         """This thread's memory for a pass, which must not move meanwhile, and in it the residual
         stream, fitted rows, a product's outputs and attention's."""
-        width = self._decoder.config.hidden_size
+        width = self._config.hidden_size
         sizes = (4 * width, self._stride, 4 * self._width, 4 * self._seen)
         starts = np.cumsum([0, *(-(-rows * size // 64) * 64 for size in sizes)]).tolist()
         room: Tensor | None = getattr(self._room, "bytes", None)
@@ -120,14 +122,6 @@ class WholePass:
         x = room.numpy()[first : first + 4 * rows * width].view(np.float32).reshape(rows, width)
         fitted, wide, seen = (room.data_ptr() + first + start for start in starts[1:4])
         return room, (x, fitted, wide, seen)
-
-    def _where(self, kv: SequenceOf[tuple[Tensor, Tensor]]) -> tuple[np.ndarray, int, np.ndarray]:
-        """Addresses of the caches, pages, and an array of their width."""
-        known = self._caches
-        if known is None or known[0] is not kv:
-            where = np.array([[x.data_ptr() for x in pair] for pair in kv], np.int64)
-            known = self._caches = kv, where, kv[0][0].shape[0]
-        return known[1], known[2], _BITS[kv[0][0].element_size()]
 
 
 def _four(layer: Layer) -> list[Any]:
