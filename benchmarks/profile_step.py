@@ -16,11 +16,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit
 from rich.console import Console
 from rich.table import Table
 
-from foretell.attention.kernels import FLAGS
+from foretell.attention.jit import jit
 from foretell.attention.pool import num_threads, together
 from foretell.attention.together import LINE, fetch_add, meet
 from foretell.bench.environment import environment
@@ -32,11 +31,10 @@ from foretell.sequence import SamplingParams
 
 # Host work of the engine itself; everything else is the model's or the sampler's.
 BOOKKEEPING = ("schedule", "propose", "pack", "commit", "observe", "other")
-_FLAGS = FLAGS | {"cache": False}
 _PIECE = 1 << 16
 
 
-@njit(**_FLAGS)
+@jit()
 def _products(table: Any, row: int, out: int, sync: int, share: int, shares: int) -> None:
     for i in range(len(table)):
         run, weights, padded, panel, panels, scale, bias, stride = table[i]
@@ -45,7 +43,7 @@ def _products(table: Any, row: int, out: int, sync: int, share: int, shares: int
         meet(sync, shares)
 
 
-@njit(fastmath=True, **_FLAGS)
+@jit(fastmath=True)
 def _read(words: Any, sums: Any, sync: int, share: int, shares: int) -> None:
     while True:
         first = fetch_add(sync + 2 * LINE, _PIECE)

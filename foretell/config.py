@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import operator
+import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 Weights = Literal["int8", "bf16", "f32", "int4"]
@@ -198,3 +200,11 @@ def parse_memory(text: str) -> float | int:
         base = 1024 if "i" in unit else 1000
         return int(number * base ** (" kmgt".index(unit[0]) if unit[0] in "kmgt" else 0))
     raise ValueError(f"kv_memory={text!r}: a fraction such as 0.3 or a size such as 512MiB")
+
+
+def home() -> Path:
+    """Where models and compiled kernels are kept: FORETELL_HOME, else XDG_CACHE_HOME/foretell,
+    else ~/.cache/foretell."""
+    if given := os.environ.get("FORETELL_HOME"):
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "foretell"

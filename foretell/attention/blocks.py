@@ -5,26 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from foretell.attention.fetch import fetch
-from foretell.attention.micro import BLOCK, CHUNK, transpose, widen
+from foretell.attention.jit import jit
+from foretell.attention.micro import BLOCK, gather, transpose
 
 
-def _can_cache() -> bool:
-    """Numba keeps compiled code beside this file or in the user's cache directory, and refuses to
-    go on where it may write to neither; then each process compiles for itself."""
-    try:
-        njit(cache=True)(_can_cache)
-    except RuntimeError:
-        return False
-    return True
-
-
-FLAGS = {"nogil": True, "error_model": "numpy", "cache": _can_cache()}
-
-
-@njit(**FLAGS)
+@jit()
 def _find(
     places: Any, table: Any, heads: Any, head: Any, first: Any, num: Any, at: Any, dim: Any,
     size: Any,
@@ -41,10 +28,11 @@ def _find(
         num -= run
 
 
-@njit(**FLAGS)
+@jit()
 def copy_block(
     k_cache: Any, v_cache: Any, kt: Any, v: Any, scratch: Any, places: Any, table: Any,
-    head: Any, start: Any, end: Any, plain: Any, row: Any, ancestors: Any, dim: Any, size: Any,
+    head: Any, start: Any, end: Any, plain: Any, row: Any, ancestors: Any, dim: Any, padded: Any,
+    size: Any,
 ) -> None:  # fmt: skip
     """Keys start .. end - 1 of a row: the first `plain` of its text are cells, then ancestors."""
     heads = k_cache.shape[1]
@@ -59,17 +47,17 @@ def copy_block(
                 index += 1
     for j in range(end - start, BLOCK):
         places[j] = places[0]
-    if dim % CHUNK == 0:
+    if dim == padded:
         transpose(k_cache, places, dim, kt)
-        widen(v_cache, places, dim, v)
-    else:  # the vectors' last items could lie past the cache's end
-        _copy(k_cache, places, dim, scratch)
-        transpose(scratch, places[BLOCK:], dim, kt)
-        _copy(v_cache, places, dim, scratch)
-        widen(scratch, places[BLOCK:], dim, v)
+        gather(v_cache, places, dim, v)
+    else:
+        _copy(k_cache, places, dim, padded, scratch)
+        transpose(scratch, places[BLOCK:], padded, kt)
+        _copy(v_cache, places, dim, padded, scratch)
+        gather(scratch, places[BLOCK:], padded, v)
 
 
-@njit(**FLAGS)
+@jit()
 def ask(
     k_cache: Any, v_cache: Any, table: Any, head: Any, first: Any, end: Any, dim: Any, size: Any
 ) -> None:
@@ -83,17 +71,20 @@ def ask(
         first += run
 
 
-@njit(**FLAGS)
-def _copy(cache: Any, places: Any, dim: Any, scratch: Any) -> None:
-    """A block's keys or values to scratch [BLOCK * D]; the new places follow the old."""
+@jit()
+def _copy(cache: Any, places: Any, dim: Any, padded: Any, scratch: Any) -> None:
+    """A block's keys or values to scratch [BLOCK * padded], with zeros behind each; the new places
+    follow the old."""
     flat = cache.reshape(-1)
     for j in range(BLOCK):
-        places[BLOCK + j] = j * dim
+        places[BLOCK + j] = j * padded
         for d in range(dim):
-            scratch[j * dim + d] = flat[places[j] + d]
+            scratch[j * padded + d] = flat[places[j] + d]
+        for d in range(dim, padded):
+            scratch[j * padded + d] = 0
 
 
-@njit(**FLAGS)
+@jit()
 def count_plain(row: Any, ancestors: Any) -> Any:
     """How many of a row's first keys lie in cells 0, 1, 2, ...: its prefix, and the ancestors that
     follow it without a gap, so that a chain of drafts is like a prompt."""

@@ -1,18 +1,18 @@
 """Vector code for compiled kernels: a thin layer over llvmlite's builder, for numba intrinsics.
 
 Written in LLVM's portable vector types of 16 lanes, which its back ends cut to the machine's
-registers, since loops over arrays reach a quarter of the speed. Numba's cache does not see this
-file: touch the kernels that use it after a change here.
+registers, since loops over arrays reach a quarter of the speed.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import types
+from llvmlite import binding, ir
+from numba import config, types
 
 LANES = 16
 I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -127,3 +127,76 @@ class Code:
         power = b.add(b.shl(b.bitcast(z, WORDS), words(23)), words(127 << 23))
         p = b.fmul(p, b.bitcast(power, FLOATS))
         return b.select(small, floats(0.0), p)
+
+
+_PAIRS = ir.VectorType(ir.IntType(16), 2 * LANES)
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+@functools.cache
+def _has(feature: str) -> bool:
+    """Whether the machine that code is made for has an instruction set."""
+    if config.CPU_NAME or config.CPU_FEATURES:  # pyright: ignore[reportAttributeAccessIssue]
+        return f"+{feature}" in (config.CPU_FEATURES or "")  # pyright: ignore[reportAttributeAccessIssue]
+    return bool(binding.get_host_cpu_features().get(feature))
+
+
+def call(b: ir.IRBuilder, name: str, result: Any, *arguments: Any) -> Any:
+    kind = ir.FunctionType(result, [x.type for x in arguments])
+    return b.call(b.module.globals.get(name) or ir.Function(b.module, kind, name), arguments)
+
+
+def dot_bytes(code: Code, total: Any, weights: Any, x: Any) -> Any:
+    """total + the sum of four products of an unsigned and a signed byte, in each lane."""
+    b = code.b
+    if _has("avx512vnni"):
+        return call(b, "llvm.x86.avx512.vpdpbusd.512", WORDS, total, weights, x)
+    eight = ir.Constant(_PAIRS, [8] * (2 * LANES))
+    low = ir.Constant(_PAIRS, [255] * (2 * LANES))
+    w, x = b.bitcast(weights, _PAIRS), b.bitcast(x, _PAIRS)
+    wide = ir.VectorType(I32, 2 * LANES)
+    for w_part, x_part in (
+        (b.and_(w, low), b.ashr(b.shl(x, eight), eight)),
+        (b.lshr(w, eight), b.ashr(x, eight)),
+    ):
+        product = b.mul(b.sext(w_part, wide), b.sext(x_part, wide))  # LLVM makes vpmaddwd of it
+        nothing = ir.Constant(wide, ir.Undefined)
+        for start in (0, 1):
+            lanes = words(range(start, 2 * LANES, 2))
+            total = b.add(total, b.shuffle_vector(product, nothing, lanes))
+    return total
+
+
+def dot_halves(code: Code, total: Any, weights: Any, x: Any) -> Any:
+    """total + the sum of two products of bfloat16, in each lane."""
+    b = code.b
+    if _has("avx512bf16"):
+        kind = ir.VectorType(_BFloat(), 2 * LANES)
+        return call(
+            b, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total,
+            b.bitcast(x, kind), b.bitcast(weights, kind),
+        )  # fmt: skip
+    for part in (lambda v: b.shl(v, words(16)), lambda v: b.and_(v, words(-65536))):
+        total = code.fma(b.bitcast(part(x), FLOATS), b.bitcast(part(weights), FLOATS), total)
+    return total
+
+
+def to_halves(code: Code, v: Any) -> Any:
+    """Sixteen float32 as bfloat16 bits, to nearest, ties to even; NaN stays NaN."""
+    b = code.b
+    bits = b.bitcast(v, WORDS)
+    odd = b.and_(b.lshr(bits, words(16)), words(1))
+    near = b.lshr(b.add(b.add(bits, words(0x7FFF)), odd), words(16))
+    return b.trunc(b.select(b.fcmp_unordered("uno", v, v), words(0x7FC0), near), HALVES)

@@ -1,4 +1,4 @@
-"""Asking for memory before it is read. Kernels.py says when; touch it after a change here."""
+"""Asking for memory before it is read."""
 
 from __future__ import annotations
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import float32, int32, int64, njit, types, uint16, uint32
+from numba import float32, int32, int64, types, uint16, uint32
 
-from foretell.attention.blocks import FLAGS, ask, copy_block, count_plain
-from foretell.attention.micro import BLOCK, CHUNK, PAIRS, SLACK, step
+from foretell.attention.blocks import ask, copy_block, count_plain
+from foretell.attention.jit import jit
+from foretell.attention.micro import BLOCK, CHUNK, PAIRS, step
 from foretell.attention.together import LINE, fetch_add, meet
 
 TILE = 16
@@ -34,7 +35,7 @@ _LN2_HI = np.float32(0.693359375)
 _LN2_LO = np.float32(-2.12194440e-4)
 
 
-@njit(fastmath={"contract"}, **FLAGS)
+@jit(fastmath={"contract"})
 def exp(x: Any) -> Any:
     """e**x for float32 x up to 88, to 1.5 ulp (Cephes' polynomial); 0 below -87, NaN stays NaN.
 
@@ -56,24 +57,36 @@ def exp(x: Any) -> Any:
     return np.float32(0.0) if x < np.float32(-87.0) else p
 
 
-@njit(**FLAGS)
+@jit()
+def to_cache(x: Any, like: Any) -> Any:
+    """The bits of float32 x in the cache's width; bfloat16 rounds to nearest, ties to even."""
+    bits = np.float32(x).view(np.uint32)
+    if like.itemsize == 4:
+        return bits
+    if (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
+        return np.uint32(0x7FC0)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    return (bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+
+
+@jit()
 def _steps(
-    q: Any, kt: Any, v: Any, dim: Any, padded: Any, o: Any, state: Any, s: Any, pair: Any,
+    cache: Any, q: Any, kt: Any, v: Any, dim: Any, o: Any, state: Any, s: Any, pair: Any,
     end_pair: Any, first: Any, end: Any,
 ) -> None:  # fmt: skip
     """Takes keys first .. end - 1 of a block into pairs pair .. end_pair - 1."""
     while pair + 4 <= end_pair:
-        _step4(q, kt, v, dim, padded, o, state, s, pair, first, end)
+        _step4(cache, q, kt, v, dim, o, state, s, pair, first, end)
         pair += 4
     if pair + 3 == end_pair:
-        _step3(q, kt, v, dim, padded, o, state, s, pair, first, end)
+        _step3(cache, q, kt, v, dim, o, state, s, pair, first, end)
     elif pair + 2 == end_pair:
-        _step2(q, kt, v, dim, padded, o, state, s, pair, first, end)
+        _step2(cache, q, kt, v, dim, o, state, s, pair, first, end)
     elif pair + 1 == end_pair:
-        _step1(q, kt, v, dim, padded, o, state, s, pair, first, end)
+        _step1(cache, q, kt, v, dim, o, state, s, pair, first, end)
 
 
-@njit(fastmath={"contract"}, **FLAGS)
+@jit(fastmath={"contract"})
 def _sum_parts(parts: Any, num: Any, out: Any) -> None:
     """Sums of values, each with its maximum and sum of weights behind it [num, D + 2], as one."""
     dim = out.shape[0]
@@ -117,12 +130,12 @@ def _attend(
     kv_heads = k_cache.shape[1]
     group = heads // kv_heads
     padded = (dim + CHUNK - 1) // CHUNK * CHUNK
-    scratch = np.empty(BLOCK * dim + SLACK, k_cache.dtype)
+    scratch = np.empty(BLOCK * padded, k_cache.dtype)
     places = np.empty(2 * BLOCK, np.int64)
-    v, own_v = np.empty(scratch.size, np.float32), np.empty(scratch.size, np.float32)
-    kt = np.empty(BLOCK * padded + SLACK, np.float32)
-    own_kt = np.empty(kt.size, np.float32)
-    qs = np.empty(TILE * group * dim, np.float32)
+    v, own_v = np.empty(BLOCK * padded, np.float32), np.empty(BLOCK * padded, np.float32)
+    kt, own_kt = np.empty(BLOCK * padded, np.float32), np.empty(BLOCK * padded, np.float32)
+    # In the cache's own numbers: two bfloat16 are multiplied and added as one float32 is.
+    qs = np.zeros(TILE * group * padded, k_cache.dtype)
     o = np.empty(TILE * group * padded, np.float32)
     state = np.empty(TILE * group * 2, np.float32)
     s = np.empty(PAIRS * BLOCK, np.float32)
@@ -147,7 +160,7 @@ def _attend(
                 state[2 * pair] = -np.inf
                 state[2 * pair + 1] = 0.0
                 for d in range(dim):
-                    qs[pair * dim + d] = q[row, head * group + g, d] * scale
+                    qs[pair * padded + d] = to_cache(q[row, head * group + g, d] * scale, k_cache)
         o[: num * group * padded] = 0.0
         first_block = begins[:num].min() // BLOCK
         end_block = (ends[:num].max() + BLOCK - 1) // BLOCK
@@ -161,7 +174,7 @@ def _attend(
             if shared > start:
                 copy_block(
                     k_cache, v_cache, kt, v, scratch, places, pages, head, start, shared, shared,
-                    rows[first_row], ancestors[first_row], dim, size,
+                    rows[first_row], ancestors[first_row], dim, padded, size,
                 )  # fmt: skip
             if block + 1 < end_block:
                 ask(
@@ -185,10 +198,10 @@ def _attend(
                     row = first_row + first
                     copy_block(
                         k_cache, v_cache, own_kt, own_v, scratch, places, pages, head, start, end,
-                        plain[first], rows[row], ancestors[row], dim, size,
+                        plain[first], rows[row], ancestors[row], dim, padded, size,
                     )  # fmt: skip
                     _steps(
-                        qs, own_kt, own_v, dim, padded, o, state, s, first * group, t * group,
+                        k_cache, qs, own_kt, own_v, padded, o, state, s, first * group, t * group,
                         begin - start, end - start,
                     )  # fmt: skip
                     continue
@@ -200,7 +213,7 @@ def _attend(
                 ):
                     t += 1
                 _steps(
-                    qs, kt, v, dim, padded, o, state, s, first * group, t * group,
+                    k_cache, qs, kt, v, padded, o, state, s, first * group, t * group,
                     begin - start, end - start,
                 )  # fmt: skip
         for t in range(num):
@@ -217,18 +230,6 @@ def _attend(
                 for h in range(head * group, (head + 1) * group):
                     _sum_parts(parts[first_row + t, h], num_parts, out[first_row + t, h])
         item = following
-
-
-@njit(**FLAGS)
-def to_cache(x: Any, like: Any) -> Any:
-    """The bits of float32 x in the cache's width; bfloat16 rounds to nearest, ties to even."""
-    bits = np.float32(x).view(np.uint32)
-    if like.itemsize == 4:
-        return bits
-    if (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
-        return np.uint32(0x7FC0)
-    odd = (bits >> np.uint32(16)) & np.uint32(1)
-    return (bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
 
 
 def _write(k: Any, v: Any, k_cache: Any, v_cache: Any, cells: Any, size: Any) -> None:
@@ -249,7 +250,7 @@ def strided(dtype: Any, ndim: int) -> types.Array:
     return types.Array(dtype, ndim, "A")
 
 
-attend_any = njit(**FLAGS)(_attend)
+attend_any = jit()(_attend)
 """`attend` for other compiled code: it takes the types it is called with."""
 SYNC = 3 * LINE
 
@@ -279,11 +280,11 @@ def attend(itemsize: int) -> Callable[..., None]:
         int32[:, ::1], int32[:, ::1], int32[:, ::1], int64, int64, float32,
         float32[:, :, :, ::1], int64[:, ::1], int64, int64, int64,
     )  # fmt: skip
-    return njit(signature, **FLAGS)(_attend_alone)
+    return jit(signature)(_attend_alone)
 
 
 @functools.cache
 def write(itemsize: int) -> Callable[..., None]:
     """The compiled writer for a cache of 2 or 4 bytes a number."""
     cache, rows = _BITS[itemsize], strided(float32, 3)
-    return njit(types.void(rows, rows, cache, cache, int32[::1], int64), **FLAGS)(_write)
+    return jit(types.void(rows, rows, cache, cache, int32[::1], int64))(_write)

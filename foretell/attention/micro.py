@@ -1,13 +1,11 @@
 """Attention's arithmetic as vector code: a block of `BLOCK` keys against a few (row, head) pairs.
 
-Legend: a pair is one query head of one row, and has a query [D], a sum of values o [Dp] and a
-(maximum, sum) of its softmax; Dp is D rounded up to `CHUNK`. kt [Dp, BLOCK] holds a block's keys
-transposed, v [BLOCK, D] its values; arrays are passed flat. Where D is no multiple of `CHUNK`,
-reads go past it, and what they find ends in parts of kt and o that nothing reads: a block's keys
-and values need `SLACK` more items.
+Legend: a pair is one query head of one row, and has a query [D], a sum of values o [D] and a
+(maximum, sum) of its softmax; D is a multiple of `CHUNK`. kt holds a block's keys transposed, v its
+values, in words of one float32 or two bfloat16; arrays are passed flat.
 
 What is computed for a pair does not depend on the pairs beside it: `step(1)` to `step(4)` give
-the same bits. Numba's cache does not see this file: touch kernels.py after a change here.
+the same bits.
 """
 
 from __future__ import annotations
@@ -28,8 +26,10 @@ from foretell.attention.code import (
     LANES,
     WORDS,
     Code,
+    dot_halves,
     floats,
     integer,
+    to_halves,
     unpack,
     words,
 )
@@ -38,7 +38,6 @@ BLOCK = 32
 """Keys reduced together. Changing it changes the last bits of every result."""
 CHUNK = 32
 """Dimensions whose sums of values stay in registers together."""
-SLACK = 64
 PAIRS = 4
 """Most pairs of one step: 8 sums at once hide the latency of a multiply-add."""
 
@@ -73,14 +72,13 @@ def _transposed(b: ir.IRBuilder, rows: list[Any]) -> list[Any]:
 
 
 def _transpose(typing: Any, cache: Any, places: Any, dim: Any, kt: Any) -> Any:
-    """The keys [D] at places [BLOCK] int64 of a cache of float32's or bfloat16's bits, as float32
-    columns kt [Dp * BLOCK]. Two bfloat16 numbers travel as one word, and are parted at the end."""
+    """The keys [D] at places [BLOCK] int64 of a cache, D a multiple of `CHUNK`, as words: float32
+    kt [D, BLOCK], or pairs of bfloat16 kt [D / 2, BLOCK]."""
 
     def generate(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         code = Code(b)
-        halves = signature.args[0].dtype.bitwidth == 16
+        per_word = 32 // signature.args[0].dtype.bitwidth
         source, places, dim, target = unpack(context, b, signature, arguments)
-        per_tile = 2 * LANES if halves else LANES
 
         def tile(d: Any, _: list[Any]) -> list[Any]:
             for first in range(0, BLOCK, LANES):
@@ -88,88 +86,90 @@ def _transpose(typing: Any, cache: Any, places: Any, dim: Any, kt: Any) -> Any:
                 for j in range(LANES):
                     start = b.load(code.at(places, first + j), typ=I64)
                     rows.append(code.load(code.at(source, start, d), WORDS))
-                place = code.at(target, b.mul(d, integer(BLOCK)), first)
+                row = b.udiv(b.mul(d, integer(BLOCK)), integer(per_word))
                 for i, column in enumerate(_transposed(b, rows)):
-                    if halves:
-                        low = b.shl(column, words(16))
-                        code.store(b.bitcast(low, FLOATS), code.at(place, 2 * i * BLOCK))
-                        high = b.and_(column, words(-65536))
-                        code.store(b.bitcast(high, FLOATS), code.at(place, (2 * i + 1) * BLOCK))
-                    else:
-                        code.store(b.bitcast(column, FLOATS), code.at(place, i * BLOCK))
+                    code.store(column, code.at(target, row, first + i * BLOCK))
             return []
 
-        code.loop(integer(0), dim, per_tile, [], tile)
+        code.loop(integer(0), dim, per_word * LANES, [], tile)
         return context.get_dummy_value()
 
     return types.void(cache, places, types.intp, kt), generate
 
 
-def _widen(typing: Any, cache: Any, places: Any, dim: Any, v: Any) -> Any:
-    """The values [D] at places [BLOCK] int64 of a cache, as float32 v [BLOCK * D]. A vector that
-    runs over into the next key's part is written before that key is."""
+def _gather(typing: Any, cache: Any, places: Any, dim: Any, v: Any) -> Any:
+    """The values [D] at places [BLOCK] int64 of a cache, D a multiple of `CHUNK`, as words: float32
+    v [BLOCK, D], or bfloat16 of two neighbouring keys v [BLOCK / 2, D]."""
 
     def generate(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         code = Code(b)
-        halves = signature.args[0].dtype.bitwidth == 16
+        per_word = 32 // signature.args[0].dtype.bitwidth
         source, places, dim, target = unpack(context, b, signature, arguments)
 
-        def key(j: Any, _: list[Any]) -> list[Any]:
-            start = b.load(code.at(places, j), typ=I64)
+        def row(j: Any, _: list[Any]) -> list[Any]:
+            keys = b.mul(j, integer(per_word))
+            starts = [b.load(code.at(places, keys, i), typ=I64) for i in range(per_word)]
             place = code.at(target, b.mul(j, dim))
 
             def part(d: Any, _: list[Any]) -> list[Any]:
-                at = code.at(source, start, d)
-                if halves:
-                    bits = b.zext(code.load(at, HALVES), WORDS)
-                    code.store(b.shl(bits, words(16)), code.at(place, d))
+                if per_word == 1:
+                    word = code.load(code.at(source, starts[0], d), WORDS)
                 else:
-                    code.store(code.load(at, WORDS), code.at(place, d))
+                    low, high = (
+                        b.zext(code.load(code.at(source, start, d), HALVES), WORDS)
+                        for start in starts
+                    )
+                    word = b.or_(low, b.shl(high, words(16)))
+                code.store(word, code.at(place, d))
                 return []
 
             return code.loop(integer(0), dim, LANES, [], part)
 
-        code.loop(integer(0), integer(BLOCK), 1, [], key)
+        code.loop(integer(0), integer(BLOCK // per_word), 1, [], row)
         return context.get_dummy_value()
 
     return types.void(cache, places, types.intp, v), generate
 
 
 transpose: Any = intrinsic(_transpose)
-widen: Any = intrinsic(_widen)
+gather: Any = intrinsic(_gather)
 
 
 @functools.cache
 def step(pairs: int) -> Any:
     """The function that takes keys first .. end - 1 of a block into `pairs` pairs from `pair` on.
 
-    Its arguments: queries q [pairs * D], kt, v, D, Dp, o [pairs * Dp], state [pairs * 2] (maximum
-    and sum, from -inf and 0), scratch s [PAIRS * BLOCK], pair, first, end; first < end. Online
-    softmax: Milakov and Gimelshein 2018.
+    Its arguments: an array of the cache's type; queries q [pairs * D] in float32 or, with a cache
+    of bfloat16, bfloat16; kt, v; D; o [pairs * D], state [pairs * 2] (maximum and sum, from -inf
+    and 0), scratch s [PAIRS * BLOCK], pair, first, end; first < end. Online softmax: Milakov and
+    Gimelshein 2018. With bfloat16 the weights of the values are rounded to it too.
     """
 
     @intrinsic
     def function(
-        typing: Any, q: Any, kt: Any, v: Any, dim: Any, padded: Any, o: Any, state: Any, s: Any,
+        typing: Any, cache: Any, q: Any, kt: Any, v: Any, dim: Any, o: Any, state: Any, s: Any,
         pair: Any, first: Any, end: Any,
     ) -> Any:  # fmt: skip
         signature = types.void(
-            q, kt, v, types.intp, types.intp, o, state, s, types.intp, types.intp, types.intp
+            cache, q, kt, v, types.intp, o, state, s, types.intp, types.intp, types.intp
         )
+        per_word = 32 // cache.dtype.bitwidth
 
         def generate(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-            q, kt, v, dim, padded, o, state, s, pair, first, end = unpack(
+            _, q, kt, v, dim, o, state, s, pair, first, end = unpack(
                 context, b, signature, arguments
             )
             code = Code(b)
-            q, o = code.at(q, b.mul(pair, dim)), code.at(o, b.mul(pair, padded))
+            width = b.udiv(dim, integer(per_word))  # words of a query
+            q = code.at(b.bitcast(q, I32.as_pointer()), b.mul(pair, width))
+            o = code.at(o, b.mul(pair, dim))
             state = code.at(state, b.mul(pair, integer(2)))
-            scores = _scores(code, pairs, q, kt, dim, first, end)
+            scores = _scores(code, pairs, per_word, q, kt, width, first, end)
             shrink = [
-                _softmax(code, scores[2 * p : 2 * p + 2], code.at(state, 2 * p), s, p)
+                _softmax(code, scores[2 * p : 2 * p + 2], per_word, code.at(state, 2 * p), s, p)
                 for p in range(pairs)
             ]
-            _values(code, shrink, s, v, dim, padded, o, first, end)
+            _values(code, shrink, per_word, s, v, dim, o, first, end)
             return context.get_dummy_value()
 
         return signature, generate
@@ -177,20 +177,35 @@ def step(pairs: int) -> Any:
     return function
 
 
-def _scores(code: Code, pairs: int, q: Any, kt: Any, dim: Any, first: Any, end: Any) -> Any:
+def _multiply_add(code: Code, per_word: int, x: Any, y: Any, total: Any) -> Any:
+    """total + x * y for words of one float32 or two bfloat16."""
+    if per_word == 2:
+        return dot_halves(code, total, x, y)
+    return code.fma(code.b.bitcast(x, FLOATS), code.b.bitcast(y, FLOATS), total)
+
+
+def _word(code: Code, pointer: Any) -> Any:
+    """A word in all lanes."""
+    place = code.b.bitcast(pointer, I32.as_pointer())
+    return code.spread(code.b.load(place, align=4, typ=I32))
+
+
+def _scores(
+    code: Code, pairs: int, per_word: int, q: Any, kt: Any, width: Any, first: Any, end: Any
+) -> Any:
     """Two vectors a pair: q . k of every key, -inf outside first .. end - 1."""
     b = code.b
 
     def product(d: Any, sums: list[Any]) -> list[Any]:
         column = code.at(kt, b.mul(d, integer(BLOCK)))
-        keys = code.load(column), code.load(code.at(column, LANES))
+        keys = code.load(column, WORDS), code.load(code.at(column, LANES), WORDS)
         results: list[Any] = []
         for p in range(pairs):
-            x = code.spread(code.scalar(code.at(q, b.mul(dim, integer(p)), d)))
-            results += [code.fma(x, keys[i], sums[2 * p + i]) for i in range(2)]
+            x = _word(code, code.at(q, b.mul(width, integer(p)), d))
+            results += [_multiply_add(code, per_word, keys[i], x, sums[2 * p + i]) for i in (0, 1)]
         return results
 
-    scores = code.loop(integer(0), dim, 1, [floats(0.0)] * (2 * pairs), product)
+    scores = code.loop(integer(0), width, 1, [floats(0.0)] * (2 * pairs), product)
     low, high = (code.spread(b.trunc(x, I32)) for x in (first, end))
     for i in range(2):
         lanes = words(range(i * LANES, (i + 1) * LANES))
@@ -200,14 +215,20 @@ def _scores(code: Code, pairs: int, q: Any, kt: Any, dim: Any, first: Any, end: 
     return scores
 
 
-def _softmax(code: Code, scores: list[Any], state: Any, s: Any, p: int) -> Any:
+def _softmax(code: Code, scores: list[Any], per_word: int, state: Any, s: Any, p: int) -> Any:
     """Writes the weights to s, updates the state; gives what the old sums shrink by."""
     b = code.b
     old = code.spread(code.scalar(state))
     top = code.larger(code.fold(code.larger(*scores), code.larger), old)
     weights = [code.exp(b.fsub(x, top)) for x in scores]
     for i, x in enumerate(weights):
-        code.store(x, code.at(s, p * BLOCK + i * LANES))
+        place = code.at(s, p * BLOCK + i * LANES // per_word)
+        if per_word == 2:
+            halves = to_halves(code, x)
+            code.store(halves, place)
+            weights[i] = b.bitcast(b.shl(b.zext(halves, WORDS), words(16)), FLOATS)
+        else:
+            code.store(x, place)
     total = code.fold(b.fadd(*weights), b.fadd)
     shrink = code.exp(b.fsub(old, top))
     total = code.fma(code.spread(code.scalar(code.at(state, 1))), shrink, total)
@@ -217,32 +238,48 @@ def _softmax(code: Code, scores: list[Any], state: Any, s: Any, p: int) -> Any:
 
 
 def _values(
-    code: Code, shrink: list[Any], s: Any, v: Any, dim: Any, padded: Any, o: Any, first: Any,
+    code: Code, shrink: list[Any], per_word: int, s: Any, v: Any, dim: Any, o: Any, first: Any,
     end: Any,
 ) -> None:  # fmt: skip
-    """o = o * shrink + weights @ v, keys in order; a key outside is not even read."""
+    """o = o * shrink + weights @ v, keys in order; what is outside is not multiplied with, so
+    that a NaN there stays where it is."""
     b = code.b
     pairs = len(shrink)
+    if per_word == 2:
+        begin, after = b.udiv(first, integer(2)), b.udiv(b.add(end, integer(1)), integer(2))
+    else:
+        begin, after = first, end
 
     def chunk(c: Any, _: list[Any]) -> list[Any]:
         places = [
-            code.at(o, b.mul(padded, integer(p)), c, i * LANES)
-            for p in range(pairs)
-            for i in (0, 1)
+            code.at(o, b.mul(dim, integer(p)), c, i * LANES) for p in range(pairs) for i in (0, 1)
         ]
         sums = [b.fmul(code.load(x), shrink[n // 2]) for n, x in enumerate(places)]
 
         def key(j: Any, sums: list[Any]) -> list[Any]:
             row = code.at(v, b.mul(j, dim), c)
-            values = code.load(row), code.load(code.at(row, LANES))
+            values = [code.load(row, WORDS), code.load(code.at(row, LANES), WORDS)]
+            if per_word == 2:  # two keys, of which the first or the last may be outside
+                even = b.mul(j, integer(2))
+                low = b.select(b.icmp_signed(">=", even, first), _half(0xFFFF), _half(0))
+                last = b.icmp_signed("<", b.add(even, integer(1)), end)
+                mask = code.spread(b.or_(low, b.select(last, _half(-65536), _half(0))))
+                values = [b.and_(x, mask) for x in values]
             results: list[Any] = []
             for p in range(pairs):
-                weight = code.spread(code.scalar(code.at(s, p * BLOCK, j)))
-                results += [code.fma(weight, values[i], sums[2 * p + i]) for i in (0, 1)]
+                weight = _word(code, code.at(s, p * BLOCK, j))
+                results += [
+                    _multiply_add(code, per_word, values[i], weight, sums[2 * p + i])
+                    for i in (0, 1)
+                ]
             return results
 
-        for x, place in zip(code.loop(first, end, 1, sums, key), places, strict=True):
+        for x, place in zip(code.loop(begin, after, 1, sums, key), places, strict=True):
             code.store(x, place)
         return []
 
-    code.loop(integer(0), padded, CHUNK, [], chunk)
+    code.loop(integer(0), dim, CHUNK, [], chunk)
+
+
+def _half(value: int) -> ir.Constant:
+    return ir.Constant(I32, value)

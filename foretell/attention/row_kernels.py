@@ -10,14 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import float32, int32, int64, njit, types, uint16, uint32
+from numba import float32, int32, int64, types, uint16, uint32
 
-from foretell.attention.kernels import FLAGS, exp, to_cache
+from foretell.attention.jit import jit
+from foretell.attention.kernels import exp, to_cache
 
 _ROWS = float32[:, ::1]
 
 
-@njit(fastmath={"reassoc", "contract", "nsz"}, **FLAGS)
+@jit(fastmath={"reassoc", "contract", "nsz"})
 def inverse_rms(x: Any, eps: Any) -> Any:
     total = np.float32(0.0)
     for d in range(x.shape[0]):
@@ -25,20 +26,20 @@ def inverse_rms(x: Any, eps: Any) -> Any:
     return np.float32(1.0) / np.sqrt(total / np.float32(x.shape[0]) + eps)
 
 
-@njit(**FLAGS)
+@jit()
 def norm_row(x: Any, weight: Any, eps: Any, out: Any) -> None:
     scale = inverse_rms(x, eps)
     for d in range(x.shape[0]):
         out[d] = weight[d] * (x[d] * scale)
 
 
-@njit(**FLAGS)
+@jit()
 def add_row(x: Any, total: Any) -> None:
     for d in range(x.shape[0]):
         total[d] += x[d]
 
 
-@njit(fastmath={"contract"}, **FLAGS)
+@jit(fastmath={"contract"})
 def silu_row(gate: Any, up: Any, out: Any) -> None:
     for d in range(gate.shape[0]):
         x = gate[d]
@@ -46,27 +47,27 @@ def silu_row(gate: Any, up: Any, out: Any) -> None:
         out[d] = x / (np.float32(1.0) + exp(power)) * up[d]
 
 
-@njit(types.void(_ROWS, float32[::1], float32, _ROWS), **FLAGS)
+@jit(types.void(_ROWS, float32[::1], float32, _ROWS))
 def rms_norm(x: Any, weight: Any, eps: Any, out: Any) -> None:
     for row in range(x.shape[0]):
         norm_row(x[row], weight, eps, out[row])
 
 
-@njit(types.void(_ROWS, _ROWS, float32[::1], float32, _ROWS), **FLAGS)
+@jit(types.void(_ROWS, _ROWS, float32[::1], float32, _ROWS))
 def add_rms_norm(x: Any, residual: Any, weight: Any, eps: Any, out: Any) -> None:
     for row in range(x.shape[0]):
         add_row(x[row], residual[row])
         norm_row(residual[row], weight, eps, out[row])
 
 
-@njit(types.void(_ROWS, _ROWS), **FLAGS)
+@jit(types.void(_ROWS, _ROWS))
 def silu_mul(gate_up: Any, out: Any) -> None:
     width = out.shape[1]
     for row in range(gate_up.shape[0]):
         silu_row(gate_up[row, :width], gate_up[row, width:], out[row])
 
 
-@njit(fastmath={"contract"}, **FLAGS)
+@jit(fastmath={"contract"})
 def _head(x: Any, cos: Any, sin: Any, weight: Any, eps: Any, low: Any, high: Any) -> None:
     """RMSNorm where weight is not empty, then the rotation of (d, d + half) pairs, in place."""
     if weight.shape[0] > 0:
@@ -120,7 +121,7 @@ def _rope_and_write(
                 values[offset + d] = to_cache(v[d], v_cache)
 
 
-rope_and_write_any = njit(fastmath={"contract"}, **FLAGS)(_rope_and_write)
+rope_and_write_any = jit(fastmath={"contract"})(_rope_and_write)
 """`rope_and_write` for other compiled code: it takes the types it is called with."""
 
 
@@ -132,4 +133,4 @@ def rope_and_write(itemsize: int) -> Callable[..., None]:
         _ROWS, _ROWS, _ROWS, int32[::1], float32[::1], float32[::1], float32, int64, int64,
         cache, cache, int32[::1], int64, int64,
     )  # fmt: skip
-    return njit(signature, fastmath={"contract"}, **FLAGS)(_rope_and_write)
+    return jit(signature, fastmath={"contract"})(_rope_and_write)

@@ -1,8 +1,7 @@
 """Threads inside compiled code: a barrier, and work handed out piece by piece.
 
 A pass is one compiled call a thread with a few hundred barriers in it; handing out pieces as
-threads become free keeps a core that another program slows from holding up the rest. Numba's
-cache does not see this file: touch the kernels that use it after a change here.
+threads become free keeps a core that another program slows from holding up the rest.
 """
 
 from __future__ import annotations
@@ -12,10 +11,11 @@ import sys
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from foretell.attention.code import I64
+from foretell.attention.jit import jit
 
 LINE = 64
 """Bytes between two words that threads write: each in a cache line of its own."""
@@ -69,7 +69,7 @@ def _pause(typing: Any) -> Any:
     return types.void(), generate
 
 
-@njit(nogil=True, error_model="numpy")
+@jit()
 def meet(sync: Any, threads: Any) -> None:
     """Returns once all threads have called it.
 

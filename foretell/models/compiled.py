@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.extending import intrinsic
 from numpy.lib.stride_tricks import as_strided
 
-from foretell.attention.kernels import FLAGS, attend_any
+from foretell.attention.jit import jit
+from foretell.attention.kernels import attend_any
 from foretell.attention.row_kernels import add_row, norm_row, rope_and_write_any, silu_row
 from foretell.attention.together import LINE, fetch_add, meet, ticks
 from foretell.models.products import fit_row, float_at, floats, multiply, read_row
@@ -36,7 +37,7 @@ def sync_bytes(layers: int) -> int:
     return LINE * (5 + 9 * layers)
 
 
-@njit(**FLAGS)
+@jit()
 def _met(sync: Any, shares: Any, share: Any, spent: Any, phase: Any, before: Any) -> Any:
     """Waits for all threads; the first books the time since `before` on a phase."""
     meet(sync, shares)
@@ -57,7 +58,7 @@ def _cache_at(typing: Any, like: Any, address: Any) -> Any:
     return types.CPointer(like.dtype)(like, types.int64), generate
 
 
-@njit(**FLAGS)
+@jit()
 def _matrix(
     run: Any, table: Any, sizes: Any, i: Any, x: Any, stride: Any, rows: Any, out: Any,
     counter: Any,
@@ -70,7 +71,7 @@ def _matrix(
     )  # fmt: skip
 
 
-@njit(**FLAGS)
+@jit()
 def _embed(read: Any, ends: Any, tokens: Any, x: Any, counter: Any, piece: Any) -> None:
     rows, width = x.shape
     while True:
@@ -82,7 +83,7 @@ def _embed(read: Any, ends: Any, tokens: Any, x: Any, counter: Any, piece: Any) 
             read_row(read, ends[0], ends[1], ends[2], ends[3], np.int64(tokens[row]), width, out)
 
 
-@njit(**FLAGS)
+@jit()
 def _norm(
     fit: Any, x: Any, out: Any, temp: Any, weight: Any, eps: Any, delta: Any, width: Any,
     fitted: Any, stride: Any, padded: Any, last: Any, counter: Any, piece: Any,
@@ -104,7 +105,7 @@ def _norm(
                 fit_row(fit, temp.ctypes.data, 0, hidden, fitted + row * stride, padded)
 
 
-@njit(**FLAGS)
+@jit()
 def _activate(
     fit: Any, wide: Any, width: Any, rows: Any, inner: Any, temp: Any, fitted: Any, stride: Any,
     padded: Any, counter: Any, piece: Any,
@@ -123,7 +124,7 @@ def _activate(
             fit_row(fit, temp.ctypes.data - 4 * first, first, end, fitted + row * stride, padded)
 
 
-@njit(**FLAGS)
+@jit()
 def _turn(
     wide: Any, width: Any, at: Any, sizes: Any, cos: Any, sin: Any, positions: Any, cells: Any,
     eps: Any, k_cache: Any, v_cache: Any, counter: Any, piece: Any,
@@ -143,7 +144,7 @@ def _turn(
         )  # fmt: skip
 
 
-@njit(**FLAGS)
+@jit()
 def run(
     formats: Any,  # [5]: addresses of layers' fit and multiply, embedding's read, lm_head's two
     ends: Any,  # [4 + 6]: embedding and lm_head, see `WholePass`

@@ -1,6 +1,6 @@
 """Rows made fit for a product: rounded to a format's numbers, group by group, as vector code.
 
-tiles.py has the layout. Numba's cache does not see this file: touch products.py after a change.
+tiles.py has the layout.
 """
 
 from __future__ import annotations
@@ -11,10 +11,22 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from foretell.attention.code import F32, FLOATS, I32, LANES, WORDS, Code, floats, integer, words
+from foretell.attention.code import (
+    F32,
+    FLOATS,
+    I32,
+    LANES,
+    WORDS,
+    Code,
+    call,
+    floats,
+    integer,
+    to_halves,
+    words,
+)
 from foretell.config import Weights
 from foretell.models.quant import GROUP
-from foretell.models.tiles import call, kind_of
+from foretell.models.tiles import kind_of
 
 _I8 = ir.IntType(8)
 _BYTES, _SHORTS = ir.VectorType(_I8, LANES), ir.VectorType(ir.IntType(16), LANES)
@@ -63,7 +75,7 @@ def _fit_group(
         width = 4 if kind == "f32" else 2
         for i, v in enumerate(vectors):
             if kind == "bf16":
-                v = _halves(code, v)
+                v = to_halves(code, v)
             code.store(v, code.at(row, b.mul(k, integer(width)), i * LANES * width))
         return
     if kind == "int8":
@@ -77,15 +89,6 @@ def _fit_group(
     less = b.mul(total, words(-128))
     more = less if kind == "int8" else b.fmul(scale, b.sitofp(total, FLOATS))
     code.store(b.extract_element(more, first), code.at(place, 4))
-
-
-def _halves(code: Code, v: Any) -> Any:
-    """Sixteen float32 as bfloat16 bits, to nearest, ties to even; NaN stays NaN."""
-    b = code.b
-    bits = b.bitcast(v, WORDS)
-    odd = b.and_(b.lshr(bits, words(16)), words(1))
-    near = b.lshr(b.add(b.add(bits, words(0x7FFF)), odd), words(16))
-    return b.trunc(b.select(b.fcmp_unordered("uno", v, v), words(0x7FC0), near), _SHORTS)
 
 
 @intrinsic

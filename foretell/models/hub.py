@@ -6,10 +6,11 @@ A name is, in this order: a short name of `PACKAGED`, a path that exists, a hub 
 from __future__ import annotations
 
 import difflib
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from foretell.config import home
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
@@ -48,12 +49,8 @@ PACKAGED = {
 
 
 def cache_dir() -> Path:
-    """Where pulled models lie: FORETELL_HOME, else XDG_CACHE_HOME/foretell, else
-    ~/.cache/foretell; with ``models`` below."""
-    if home := os.environ.get("FORETELL_HOME"):
-        return Path(home).expanduser() / "models"
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "foretell" / "models"
+    """Where pulled models lie: ``models`` in `foretell.config.home`."""
+    return home() / "models"
 
 
 def resolve(model: str, *, progress: bool = True) -> Path:

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, njit, types
+from numba import carray, types
 from numba.extending import intrinsic
 
-from foretell.attention.kernels import FLAGS
+from foretell.attention.jit import callback, jit
 from foretell.attention.together import LINE, fetch_add, meet
 from foretell.config import Weights
 from foretell.models.fitting import fit
@@ -35,7 +35,7 @@ def float_at(typing: Any, address: Any) -> Any:
     return types.CPointer(types.float32)(types.int64), generate
 
 
-@njit(**FLAGS)
+@jit()
 def floats(address: Any, count: Any) -> Any:
     """`count` float32 at an address, as an array."""
     return carray(float_at(address), (count,))
@@ -48,7 +48,7 @@ def row_bytes(kind: Weights, padded: int) -> int:
     return (padded + padded // GROUP[kind] * 8 + 63) // 64 * 64
 
 
-@njit(**FLAGS)
+@jit()
 def _fit_row(like: Any, x: Any, first: Any, end: Any, row: Any, padded: Any) -> None:
     """Fits inputs first .. end - 1 of a row at address x into the fitted row at address `row`;
     `first` starts a group, `end` ends one or the row. like: the format, an array of `LIKE`."""
@@ -62,7 +62,7 @@ def _fit_row(like: Any, x: Any, first: Any, end: Any, row: Any, padded: Any) -> 
         fit(like, rest.ctypes.data - 4 * whole, row, whole, whole + group, padded)
 
 
-@njit(**FLAGS)
+@jit()
 def _multiply(
     like: Any, x: Any, stride: Any, rows: Any, weights: Any, padded: Any, panel: Any, panels: Any,
     scale: Any, bias: Any, out: Any, width: Any, counter: Any,
@@ -115,7 +115,7 @@ def _words_at(typing: Any, address: Any) -> Any:
     return types.CPointer(types.uint32)(types.int64), generate
 
 
-@njit(**FLAGS)
+@jit()
 def _read_row(
     like: Any, weights: Any, panel: Any, padded: Any, scales: Any, row: Any, width: Any, out: Any
 ) -> None:
@@ -156,19 +156,16 @@ class Format(NamedTuple):
     read_row: int  # `_read_row` without `like`
 
 
-_CACHED = {"cache": FLAGS["cache"], "error_model": "numpy"}
-
-
 @functools.cache
 def compile_format(kind: Weights) -> Format:
     """Compiles a format's functions, or fetches them from numba's cache."""
     like = LIKE[kind]
 
-    @cfunc(types.void(*[types.int64] * 5), **_CACHED)
+    @callback(types.void(*[types.int64] * 5))
     def fit(x: Any, first: Any, end: Any, row: Any, padded: Any) -> None:
         _fit_row(like, x, first, end, row, padded)
 
-    @cfunc(types.void(*[types.int64] * 12), **_CACHED)
+    @callback(types.void(*[types.int64] * 12))
     def multiply(
         x: Any, stride: Any, rows: Any, weights: Any, padded: Any, panel: Any, panels: Any,
         scale: Any, bias: Any, out: Any, width: Any, counter: Any,
@@ -177,7 +174,7 @@ def compile_format(kind: Weights) -> Format:
             like, x, stride, rows, weights, padded, panel, panels, scale, bias, out, width, counter
         )
 
-    @cfunc(types.void(*[types.int64] * 7), **_CACHED)
+    @callback(types.void(*[types.int64] * 7))
     def read(
         weights: Any, panel: Any, padded: Any, scales: Any, row: Any, width: Any, out: Any
     ) -> None:
@@ -217,7 +214,7 @@ def read_row(
     return types.void(*[types.int64] * 8), _call
 
 
-@njit(types.void(*[types.int64] * 18), **FLAGS)
+@jit(types.void(*[types.int64] * 18))
 def product(
     fit: Any, run: Any, x: Any, inputs: Any, rows: Any, fitted: Any, stride: Any, weights: Any,
     padded: Any, panel: Any, panels: Any, scale: Any, bias: Any, out: Any, width: Any, sync: Any,

@@ -9,18 +9,15 @@ weights of int8 are stored plus 128, those of int4 as levels 0 to 15, since the 
 unsigned by signed bytes; a fitted row carries what that adds. A fitted row: its numbers (int8,
 bfloat16 or float32) padded to whole groups of `GROUP`, then for each group a float32 scale and
 either the int32 that a sum starts from (int8) or scale times sum as float32 (int4).
-
-Numba's cache does not see this file: touch products.py after a change here.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir
-from numba import config, types
+from llvmlite import ir
+from numba import types
 from numba.extending import intrinsic
 
 from foretell.attention.code import (
@@ -30,6 +27,9 @@ from foretell.attention.code import (
     LANES,
     WORDS,
     Code,
+    call,
+    dot_bytes,
+    dot_halves,
     floats,
     integer,
     words,
@@ -37,71 +37,9 @@ from foretell.attention.code import (
 from foretell.config import Weights
 from foretell.models.quant import GROUP, PANEL
 
-_I8, _I16 = ir.IntType(8), ir.IntType(16)
+_I8 = ir.IntType(8)
 _HINT = [ir.Constant(I32, x) for x in (0, 2, 1)]
 """Of a fetch: to read, into the second cache, data."""
-_PAIRS = ir.VectorType(_I16, 2 * LANES)
-
-
-class _BFloat(ir.Type):
-    """LLVM's bfloat, which llvmlite has no name for."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
-
-
-@functools.cache
-def _has(feature: str) -> bool:
-    """Whether the machine that code is made for has an instruction set."""
-    if config.CPU_NAME or config.CPU_FEATURES:  # pyright: ignore[reportAttributeAccessIssue]
-        return f"+{feature}" in (config.CPU_FEATURES or "")  # pyright: ignore[reportAttributeAccessIssue]
-    return bool(binding.get_host_cpu_features().get(feature))
-
-
-def call(b: ir.IRBuilder, name: str, result: Any, *arguments: Any) -> Any:
-    kind = ir.FunctionType(result, [x.type for x in arguments])
-    return b.call(b.module.globals.get(name) or ir.Function(b.module, kind, name), arguments)
-
-
-def _dot_bytes(code: Code, total: Any, weights: Any, x: Any) -> Any:
-    """total + the sum of four products of an unsigned and a signed byte, in each lane."""
-    b = code.b
-    if _has("avx512vnni"):
-        return call(b, "llvm.x86.avx512.vpdpbusd.512", WORDS, total, weights, x)
-    eight = ir.Constant(_PAIRS, [8] * (2 * LANES))
-    low = ir.Constant(_PAIRS, [255] * (2 * LANES))
-    w, x = b.bitcast(weights, _PAIRS), b.bitcast(x, _PAIRS)
-    wide = ir.VectorType(I32, 2 * LANES)
-    for w_part, x_part in (
-        (b.and_(w, low), b.ashr(b.shl(x, eight), eight)),
-        (b.lshr(w, eight), b.ashr(x, eight)),
-    ):
-        product = b.mul(b.sext(w_part, wide), b.sext(x_part, wide))  # LLVM makes vpmaddwd of it
-        nothing = ir.Constant(wide, ir.Undefined)
-        for start in (0, 1):
-            lanes = words(range(start, 2 * LANES, 2))
-            total = b.add(total, b.shuffle_vector(product, nothing, lanes))
-    return total
-
-
-def _dot_halves(code: Code, total: Any, weights: Any, x: Any) -> Any:
-    """total + the sum of two products of bfloat16, in each lane."""
-    b = code.b
-    if _has("avx512bf16"):
-        kind = ir.VectorType(_BFloat(), 2 * LANES)
-        return call(
-            b, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total,
-            b.bitcast(x, kind), b.bitcast(weights, kind),
-        )  # fmt: skip
-    for part in (lambda v: b.shl(v, words(16)), lambda v: b.and_(v, words(-65536))):
-        total = code.fma(b.bitcast(part(x), FLOATS), b.bitcast(part(weights), FLOATS), total)
-    return total
 
 
 class _Tile:
@@ -170,7 +108,7 @@ class _Tile:
                         w, v = b.bitcast(both[t], FLOATS), b.bitcast(item, FLOATS)
                         totals[i] = code.fma(v, w, totals[i])
                     else:
-                        totals[i] = _dot_halves(code, totals[i], both[t], item)
+                        totals[i] = dot_halves(code, totals[i], both[t], item)
         return totals
 
     def _extra(self, m: int, k: Any, field: int, kind: Any) -> Any:
@@ -192,7 +130,7 @@ class _Tile:
             for m in range(self.rows):
                 item = self.spread(x[m], 4 * step)
                 for t in range(2):
-                    sums[2 * m + t] = _dot_bytes(code, sums[2 * m + t], both[t], item)
+                    sums[2 * m + t] = dot_bytes(code, sums[2 * m + t], both[t], item)
         for m in range(self.rows):
             scale = self._extra(m, k, 0, F32)
             for i in (2 * m, 2 * m + 1):
@@ -218,7 +156,7 @@ class _Tile:
                 for m in range(self.rows):
                     item = self.spread(x[m], 16 * half + 4 * step)
                     for t in range(2):
-                        sums[2 * m + t] = _dot_bytes(code, sums[2 * m + t], part[t], item)
+                        sums[2 * m + t] = dot_bytes(code, sums[2 * m + t], part[t], item)
         halves = ir.VectorType(ir.HalfType(), LANES)
         scale, least = (
             [b.fpext(self.vector(weights, 256 + at + tile * t, halves), FLOATS) for t in range(2)]

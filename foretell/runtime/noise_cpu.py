@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import float32, int64, njit, types, uint64
+from numba import float32, int64, types, uint64
 from torch import Tensor
 
-from foretell.attention.kernels import FLAGS, exp
+from foretell.attention.jit import jit
+from foretell.attention.kernels import exp
 
 _CHUNK = 256
 """Tokens whose words are made at once; a multiple of 4."""
@@ -27,7 +28,7 @@ _SQRT2 = math.sqrt(2)
 _STEP = 2.0**-32
 
 
-@njit(inline="always", **FLAGS)
+@jit(inline="always")
 def _round(x0: Any, x1: Any, x2: Any, x3: Any, k0: Any, k1: Any) -> Any:
     a = np.uint64(x0) * np.uint64(0xD2511F53)
     b = np.uint64(x2) * np.uint64(0xCD9E8D57)
@@ -39,7 +40,7 @@ def _round(x0: Any, x1: Any, x2: Any, x3: Any, k0: Any, k1: Any) -> Any:
     )
 
 
-@njit(inline="always", **FLAGS)
+@jit(inline="always")
 def _philox(block: Any, position: Any, key: Any) -> Any:
     """Four words of stream 0."""
     x0, x1 = np.uint32(block), np.uint32(position)
@@ -67,7 +68,7 @@ def _philox(block: Any, position: Any, key: Any) -> Any:
     return _round(x0, x1, x2, x3, k0, k1)
 
 
-@njit(**FLAGS)
+@jit()
 def _words(words: Any, block: int, position: Any, key: Any) -> None:
     """Fills words [4 n] uint32 from ``block`` on."""
     for i in range(words.shape[0] // 4):
@@ -78,7 +79,7 @@ def _words(words: Any, block: int, position: Any, key: Any) -> None:
         words[4 * i + 3] = w3
 
 
-@njit(**FLAGS)
+@jit()
 def _log(x: Any) -> Any:
     """`foretell.spec.noise.log`, the same operations in the same order."""
     bits = np.float64(x).view(np.int64)
@@ -100,13 +101,13 @@ def _log(x: Any) -> Any:
     return np.float64(k) * _LN2 + (s + s) * series
 
 
-@njit(**FLAGS)
+@jit()
 def _gumbel_of(word: Any) -> Any:
     rest = (4294967295.5 - np.float64(word)) * _STEP
     return np.float32(-_log(-_log(rest)))
 
 
-@njit(types.void(float32[:, ::1], uint64[::1], uint64[::1]), **FLAGS)
+@jit(types.void(float32[:, ::1], uint64[::1], uint64[::1]))
 def _gumbel(out: Any, seeds: Any, positions: Any) -> None:
     words = np.empty(_CHUNK, np.uint32)
     vocab = out.shape[1]
@@ -118,7 +119,7 @@ def _gumbel(out: Any, seeds: Any, positions: Any) -> None:
                 target[i] = _gumbel_of(words[i])
 
 
-@njit(**FLAGS)
+@jit()
 def _maximum(x: Any, lanes: Any) -> Any:
     """Largest of x that is a number, or NaN if any is not one. In lanes, as that vectorises."""
     num_nan, whole = 0, x.shape[0] // 16 * 16
@@ -138,7 +139,7 @@ def _maximum(x: Any, lanes: Any) -> Any:
     return np.float32(np.nan) if num_nan > 0 else top
 
 
-@njit(types.void(float32[:, ::1], uint64[::1], uint64[::1], int64[::1]), **FLAGS)
+@jit(types.void(float32[:, ::1], uint64[::1], uint64[::1], int64[::1]))
 def _gumbel_argmax(logp: Any, seeds: Any, positions: Any, out: Any) -> None:
     words, hopes = np.empty(_CHUNK, np.uint32), np.empty(_CHUNK, np.uint8)
     lanes = np.empty(16, np.float32)

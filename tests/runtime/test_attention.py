@@ -130,16 +130,19 @@ def test_equals_reference(
     k_cache, v_cache = caches(num_pages, kv_heads, page_size, dim, dtype)
     fused = torch.randn(layout.num_rows, (group + 2) * kv_heads, dim)
     q, k, v = fused.split([group * kv_heads, kv_heads, kv_heads], dim=1)
+    if dtype == torch.bfloat16:  # queries are rounded to the cache's numbers, as are weights
+        q.copy_(q.to(dtype))
     want = []
     for attention in (ReferenceAttention(), CpuAttention()):
         attention.plan(layout)
         copies = k_cache.clone(), v_cache.clone()
         attention.write(k, v, *copies)
-        want.append((*copies, attention.run(q, *copies, scale=0.3, window=window)))
+        want.append((*copies, attention.run(q, *copies, scale=0.25, window=window)))
     (k_want, v_want, out_want), (k_got, v_got, out_got) = want
     assert torch.equal(k_want, k_got)
     assert torch.equal(v_want, v_got)
-    torch.testing.assert_close(out_got, out_want, rtol=1e-4, atol=3e-5)
+    near = {"rtol": 1e-4, "atol": 3e-5} if dtype == torch.float32 else {"rtol": 0, "atol": 0.02}
+    torch.testing.assert_close(out_got, out_want, **near)
 
 
 def test_reference_is_dense_causal_attention() -> None:
