@@ -120,6 +120,7 @@ def build(
         ValueError: a tensor is missing, left over or of another shape.
     """
     checkpoint = Checkpoint(source)
+    _skip_mtp(checkpoint)
     hidden, vocab = config.hidden_size, config.vocab_size
     table = checkpoint.take("model.embed_tokens.weight", vocab, hidden)
     head = _head(checkpoint, config, table)
@@ -139,6 +140,17 @@ def build(
     return Decoder(config, embedding, layers, norm, lm_head, rope)
 
 
+def output_rows(target: LoadedModel, ids: Tensor) -> Linear:
+    """A product with only those rows of the output projection, read from the files again.
+
+    Args:
+        ids: [N] int64 token ids.
+    """
+    source, config = open_source(target.path)
+    name = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
+    return make_linear(target.weights, source.read(name)[ids])
+
+
 def _head(checkpoint: Checkpoint, config: ModelConfig, table: Tensor) -> Tensor | None:
     """The output projection, None where it is the embedding. Some tied checkpoints hold it too."""
     shape = (config.vocab_size, config.hidden_size)
@@ -152,6 +164,15 @@ def _head(checkpoint: Checkpoint, config: ModelConfig, table: Tensor) -> Tensor 
             "set tie_word_embeddings to false in config.json if that is meant"
         )
     return None
+
+
+def _skip_mtp(checkpoint: Checkpoint) -> None:
+    """Leaves multi-token prediction modules out: layers with an ``eh_proj``, and other names."""
+    prefixes = ["mtp.", "model.mtp_layers."]
+    prefixes += [name.removesuffix("eh_proj.weight") for name in checkpoint if "eh_proj" in name]
+    for name in checkpoint:
+        if name.startswith(tuple(prefixes)):
+            checkpoint.skip(name)
 
 
 def _layer(checkpoint: Checkpoint, config: ModelConfig, weights: Weights, i: int) -> Layer:
