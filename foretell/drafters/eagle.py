@@ -24,8 +24,9 @@ from foretell.models.head_formats import LoadedHead, load_eagle
 from foretell.models.hub import resolve
 from foretell.sequence import Sequence
 from foretell.spec.drafter import Ask, Commit, Drafter, DraftRuntime, KVGroup, Needs, run_rows
-from foretell.spec.grow import grow_chain, picker
+from foretell.spec.grow_tree import Frontier, frontier_rows, grow_tree
 from foretell.spec.tree import TokenTree, roots
+from foretell.spec.tree_shape import TreeOptions
 
 
 @dataclass(eq=False)
@@ -37,10 +38,10 @@ class _Slot:
 
 
 class Eagle(Drafter):
-    """Chains from a head over the target's last hidden states."""
+    """Chains and trees from a head over the target's last hidden states."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Options(Drafter.Options):
+    class Options(TreeOptions):
         model: str = ""
         """Directory or hub name of the head."""
         weights: str = ""
@@ -50,6 +51,7 @@ class Eagle(Drafter):
         token_ranking.json. Empty is all."""
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             if self.weights:
                 weight_format(self.weights)
 
@@ -59,7 +61,8 @@ class Eagle(Drafter):
         super().__init__(config, runtime)
         target = runtime.target
         loaded = self.load(self.path(), self.options.weights or target.weights)
-        self.head, sizes = loaded.head, loaded.head.config
+        self.head, self.vocab, sizes = loaded.head, loaded.vocab, loaded.head.config
+        self.shape = self.options.shape(config.k)
         self.needs = Needs(
             features=loaded.taps,
             kv=KVGroup(
@@ -69,11 +72,11 @@ class Eagle(Drafter):
                 dtype=loaded.kv_dtype,
             ),
             lookahead=1,
-            max_nodes=config.k,
+            nodes=self.shape.num_nodes,
         )
         self._slots: dict[int, _Slot] = {}
         size, device = runtime.max_num_seqs, runtime.device
-        width = runtime.vocab_size if self.head.ids is None else len(self.head.ids)
+        width = runtime.vocab_size if self.vocab.ids is None else len(self.vocab.ids)
         self._logits = torch.zeros(size, width, device=device)  # [slots, Vd]
         self._features = torch.zeros(size, sizes.hidden_size, device=device)  # [slots, H]
 
@@ -120,20 +123,19 @@ class Eagle(Drafter):
         if not any(budgets):
             return roots(ask.roots)
         carried = [max(sequence.slot, 0) for sequence in ask.sequences]
-        features = self._features[carried]  # [B, H] behind each chain's end
+        slots = [sequence.slot for sequence in ask.sequences]
+        # A token pairs with the feature of the place before it, so the root's cell is one less.
+        base = [length - 2 for length in lengths]
+        features = self._features[carried]  # [B, H], then those of the last frontier
 
-        def step(active: list[int], tokens: list[int], depth: int) -> Tensor:
-            # Token at depth d behind the root pairs with the feature of the place before it.
-            rows = run_rows(
-                [ask.sequences[b].slot for b in active],
-                [lengths[b] - 2 + depth for b in active],
-                [[token] for token in tokens],
-            )
-            logits, features[active] = self.runtime.forward_head(self.head, rows, features[active])
+        def step(frontier: Frontier) -> Tensor:
+            nonlocal features
+            rows, above = frontier_rows(slots, base, frontier), features[frontier.parents]
+            logits, features = self.runtime.forward_head(self.head, rows, above)
             return logits
 
-        pick = picker(ask, self.runtime.sampler_noise)
-        return grow_chain(ask.roots, self._logits[carried], budgets, step, pick)
+        noise, first = self.runtime.sampler_noise, self._logits[carried]  # [B, Vd]
+        return grow_tree(ask, budgets, first, step, self.shape, noise, self.vocab)
 
     def forget(self, slots: list[int]) -> None:
         for slot in slots:

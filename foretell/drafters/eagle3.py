@@ -15,7 +15,7 @@ from foretell.models.head_formats import LoadedHead, load_eagle3
 
 
 class Eagle3(Eagle):
-    """Chains from a head over three of the target's layers."""
+    """Chains and trees from a head over three of the target's layers."""
 
     def load(self, path: Path, weights: Weights) -> LoadedHead:
         return load_eagle3(path, self.runtime.target, weights, self.options.draft_vocab)

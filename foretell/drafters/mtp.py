@@ -16,7 +16,7 @@ from foretell.models.head_formats import LoadedHead, load_mtp
 
 
 class MTP(Eagle):
-    """Chains from the first MTP module of the target's own checkpoint, or of another."""
+    """Chains and trees from the first MTP module of the target's own checkpoint, or of another."""
 
     @dataclass(frozen=True, kw_only=True)
     class Options(Eagle.Options):

@@ -72,7 +72,6 @@ class Head:
         mix: of cat(embedding, feature), [2 H] -> [H]; None where the first layer's attention
             reads both side by side (EAGLE-3).
         fuse: makes the feature out of the target's tapped layers; None where one is tapped.
-        ids: which of the target's tokens the logits are about; None: all, in order.
         residual_normed: the first residual is the normed feature (``norm_before_residual``).
         recycle_normed: the next feature is what the lm_head reads, not the sum before its norm.
     """
@@ -87,7 +86,6 @@ class Head:
     norm_embed: Tensor | None = None  # [H]
     norm_hidden: Tensor | None = None  # [H]
     norm_out: Tensor | None = None  # [H]
-    ids: Tensor | None = None  # [Vd] int64
     residual_normed: bool = False
     recycle_normed: bool = False
 

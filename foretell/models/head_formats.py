@@ -27,6 +27,7 @@ from foretell.models.head_reader import (
 from foretell.models.loader import LoadedModel, output_rows
 from foretell.models.quant import Table, make_linear
 from foretell.models.rope import Rope
+from foretell.spec.draft_vocab import DraftVocab
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class LoadedHead:
     head: Head
     taps: tuple[int, ...]
     """The target's layers whose outputs it reads; -1 is the final norm's output."""
+    vocab: DraftVocab
+    """Which tokens its logits are about."""
     kv_dtype: torch.dtype
 
 
@@ -82,7 +85,6 @@ def load_eagle(
         embedding=target.model.embedding,
         layers=layers,
         lm_head=target.model.lm_head if ids is None else output_rows(target, ids),
-        ids=ids,
         rope=Rope(config),
         mix=reader.linear({root + fc: hidden}, 2 * hidden, bias=bias),
         norm_embed=norm(flag("norm_embed", restored or para), "embedding_layernorm"),
@@ -91,7 +93,8 @@ def load_eagle(
         recycle_normed=flag("norm_output", False),
     )
     names.finish()
-    return LoadedHead(head, (-1,), target.kv_dtype)
+    vocab = DraftVocab(target.config.vocab_size, ids)
+    return LoadedHead(head, (-1,), vocab, target.kv_dtype)
 
 
 def load_eagle3(
@@ -146,7 +149,6 @@ def load_eagle3(
         embedding=embedding,
         layers=layers,
         lm_head=lm_head,
-        ids=ids,
         rope=Rope(config),
         mix=None,
         fuse=fuse,
@@ -160,7 +162,7 @@ def load_eagle3(
         recycle_normed=bool(settings.get("norm_output")),
     )
     names.finish()
-    return LoadedHead(head, taps, target.kv_dtype)
+    return LoadedHead(head, taps, DraftVocab(vocab, ids), target.kv_dtype)
 
 
 def load_mtp(
@@ -202,7 +204,6 @@ def load_mtp(
         embedding=target.model.embedding,
         layers=[reader.layer(block, config)],
         lm_head=target.model.lm_head if ids is None else output_rows(target, ids),
-        ids=ids,
         rope=Rope(config),
         mix=make_linear(weights, weight),
         norm_embed=reader.norm(prefix + embed, hidden),
@@ -211,7 +212,7 @@ def load_mtp(
         recycle_normed=recycle_normed,
     )
     names.finish()
-    return LoadedHead(head, (-1,), target.kv_dtype)
+    return LoadedHead(head, (-1,), DraftVocab(vocab, ids), target.kv_dtype)
 
 
 def _taps(settings: dict[str, Any], num_layers: int, path: Path) -> tuple[int, ...]:
@@ -237,9 +238,11 @@ def _d2t(names: Checkpoint, settings: dict[str, Any], vocab_size: int) -> Tensor
     if "d2t" not in names and size == vocab_size:
         names.skip("t2d")
         return None
-    ids = names.take_any("d2t", size).long() + torch.arange(size)
-    if ids.min() < 0 or ids.max() >= vocab_size or len(ids.unique()) < size:
-        raise ValueError(f"d2t: must lead to different tokens from 0 to {vocab_size - 1}")
+    try:
+        ids = DraftVocab.from_offsets(names.take_any("d2t", size), vocab_size).ids
+    except ValueError as error:
+        raise ValueError(f"d2t is not a table of offsets: {error}") from None
+    assert ids is not None
     if "t2d" in names:
         known = names.take_any("t2d", vocab_size).bool()
         if not torch.equal(known.nonzero()[:, 0], ids.sort().values):
