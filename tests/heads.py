@@ -138,6 +138,19 @@ def mtp(layout: str = "deepseek", seed: int = 0) -> tuple[Tensors, dict[str, Any
     return tensors, dict(SIZES)
 
 
+def medusa(count: int = 3, layers: int = 1, seed: int = 0) -> tuple[Tensors, dict[str, Any]]:
+    """The authors' state dict: blocks are called linear, the projection behind them has a number
+    only."""
+    g = torch.Generator().manual_seed(seed)
+    tensors: Tensors = {}
+    for i in range(count):
+        for at in range(layers):
+            tensors[f"{i}.{at}.linear.weight"] = _draw(g, HIDDEN, HIDDEN)
+            tensors[f"{i}.{at}.linear.bias"] = _draw(g, HIDDEN)
+        tensors[f"{i}.{layers}.weight"] = _draw(g, tiny.VOCAB, HIDDEN)
+    return tensors, {"medusa_num_heads": 2, "medusa_num_layers": layers}
+
+
 def write(tensors: Tensors, config: dict[str, Any] | None, path: Path | None = None) -> Path:
     """Writes a directory with config.json and model.safetensors."""
     path = path or Path(mkdtemp())
@@ -154,9 +167,11 @@ def written(kind: str) -> Path:
         "eagle": eagle,
         "eagle-norms": lambda: eagle(norms=True),
         "eagle3": eagle3,
+        "medusa": medusa,
         **{f"mtp-{layout}": lambda layout=layout: mtp(layout) for layout in LAYOUTS},
     }
-    return write(*makers[kind]())
+    (path := Path(mkdtemp()) / kind).mkdir()
+    return write(*makers[kind](), path)
 
 
 @cache
@@ -165,7 +180,8 @@ def scheme(kind: str) -> str:
     return f"{kind.split('-')[0]}:model={written(kind)}"
 
 
-KINDS = ["eagle", "eagle-norms", "eagle3", *(f"mtp-{layout}" for layout in LAYOUTS)]
+LAYERED = ["eagle", "eagle-norms", "eagle3", *(f"mtp-{layout}" for layout in LAYOUTS)]
+KINDS = [*LAYERED, "medusa"]
 
 
 # ---- what they compute

@@ -60,7 +60,7 @@ class Eagle(Drafter):
     def __init__(self, config: SpeculationConfig, runtime: DraftRuntime) -> None:
         super().__init__(config, runtime)
         target = runtime.target
-        loaded = self.load(self.path(), self.options.weights or target.weights)
+        loaded = self.load(self.path(), weight_format(self.options.weights or target.weights))
         self.head, self.vocab, sizes = loaded.head, loaded.vocab, loaded.head.config
         self.shape = self.options.shape(config.k)
         self.needs = Needs(

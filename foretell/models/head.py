@@ -11,6 +11,8 @@ are this network with other parts left out:
 | norm-restored, MTP | fc(cat of both normed) | its norm | its norm | its norm |
 | EAGLE-3 | fc(three features) | cat of both normed | its norm | the sum |
 
+Medusa (2401.10774) has no layer at all: each of its heads guesses one place ahead on its own.
+
 Holds no state of any request. Embedding and lm_head are the target's own wherever they can be.
 """
 
@@ -153,3 +155,19 @@ class Head:
             return pair, (normed if self.residual_normed else features).clone()
         x = self.mix(pair)
         return (x.clone() if first is None else rms_norm(x, first, eps)), x
+
+
+@dataclass(slots=True, kw_only=True)
+class MedusaHead:
+    """Guesses one token, some places behind a hidden state: blocks x + silu(Wx + b), then a
+    projection of its own."""
+
+    blocks: list[Linear]  # H -> H
+    lm_head: Linear  # H -> Vd
+
+    @torch.inference_mode()
+    def __call__(self, x: Tensor) -> Tensor:
+        """Hidden states [R, H] behind the target's final norm -> logits [R, Vd]."""
+        for block in self.blocks:
+            x = x + torch.nn.functional.silu(block(x))
+        return self.lm_head(x)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foretell.config import Weights
 from foretell.models.checkpoint import Checkpoint, Part, Source
-from foretell.models.head import Fusion, Head
+from foretell.models.head import Fusion, Head, MedusaHead
 from foretell.models.head_reader import (
     Reader,
     count_layers,
@@ -25,9 +25,11 @@ from foretell.models.head_reader import (
     sizes,
 )
 from foretell.models.loader import LoadedModel, output_rows
-from foretell.models.quant import Table, make_linear
+from foretell.models.quant import Linear, Table, make_linear
 from foretell.models.rope import Rope
 from foretell.spec.draft_vocab import DraftVocab
+
+_MEDUSA = ("medusa_head.", "medusa_heads.")
 
 
 @dataclass(frozen=True)
@@ -135,11 +137,7 @@ def load_eagle3(
         lm_head = target.model.lm_head if ids is None else output_rows(target, ids)
     else:
         weight = take(own, vocab if ids is None else len(ids), hidden)
-        if wanted is not None:  # rows for those of the wanted tokens that it knows
-            place = torch.full((vocab,), -1)
-            place[torch.arange(vocab) if ids is None else ids] = torch.arange(len(weight))
-            wanted = wanted[place[wanted] >= 0]
-            weight, ids = weight[place[wanted]], wanted
+        weight, ids = rows_of(weight, ids, wanted, vocab)
         lm_head = make_linear(weights, weight)
     layers = [reader.layer(first, config, wide=True, norm=False)]
     for i in range(1, config.num_layers):
@@ -213,6 +211,69 @@ def load_mtp(
     )
     names.finish()
     return LoadedHead(head, (-1,), DraftVocab(vocab, ids), target.kv_dtype)
+
+
+def load_medusa(
+    path: Path, target: LoadedModel, weights: Weights, draft_vocab: str = ""
+) -> tuple[list[MedusaHead], DraftVocab]:
+    """Medusa heads: the authors' state dicts (``0.0.linear.weight``), the same inside a merged
+    checkpoint (``medusa_head.``), and vLLM's (``blocks.0.layers.0.weight``). Heads and layers are
+    counted: configs are known to be wrong.
+
+    Raises:
+        ValueError: as `load_eagle`.
+    """
+    source = open_tensors(path)
+    merged = next((p for p in _MEDUSA if any(n.startswith(p) for n in source.shapes)), "")
+    reader = Reader(Part(source, merged), weights)
+    names, take = reader.checkpoint, reader.checkpoint.take
+    hidden, vocab = target.config.hidden_size, target.config.vocab_size
+    vllm = f"{merged}blocks.0.layers.0.weight" in names
+    block = f"{merged}blocks.{{}}.layers.{{}}" if vllm else f"{merged}{{}}.{{}}.linear"
+    ids = None
+    if f"{merged}token_map" in names:
+        name = f"{merged}token_map"
+        ids = names.take_any(name, *names.shape(name)).long()
+    known = vocab if ids is None else len(ids)
+    wanted = draft_ids(draft_vocab, path, vocab)
+    heads: list[MedusaHead] = []
+    while f"{block.format(len(heads), 0)}.weight" in names:
+        i, blocks = len(heads), list[Linear]()
+        depth = 0
+        while f"{(own := block.format(i, depth))}.weight" in names:
+            biased = not vllm or f"{own}.bias" in names
+            blocks.append(reader.linear({own: hidden}, hidden, bias=biased))
+            depth += 1
+        out = f"{merged}lm_heads.{i}.weight" if vllm else f"{merged}{i}.{depth}.weight"
+        if vllm and out not in names and ids is None:  # all share the target's
+            lm_head = target.model.lm_head if wanted is None else output_rows(target, wanted)
+        else:
+            lm_head = make_linear(weights, rows_of(take(out, known, hidden), ids, wanted, vocab)[0])
+        heads.append(MedusaHead(blocks=blocks, lm_head=lm_head))
+    if not heads:
+        raise ValueError(f"{path}: no Medusa head here, tensor {block.format(0, 0)}.weight")
+    if wanted is not None:
+        ids = wanted if ids is None else wanted[torch.isin(wanted, ids)]
+    names.skip(f"{merged}lm_head.weight")
+    names.finish()
+    return heads, DraftVocab(vocab, ids)
+
+
+def rows_of(
+    weight: Tensor, ids: Tensor | None, wanted: Tensor | None, vocab_size: int
+) -> tuple[Tensor, Tensor | None]:
+    """Those rows of an output projection [Vd, H] that are wanted and there, and their ids.
+
+    Args:
+        ids: [Vd] the tokens of the rows; None: all, in order.
+        wanted: [N] the tokens to keep; None: all that are there.
+    """
+    if wanted is None:
+        return weight, ids
+    place = torch.full((vocab_size,), -1)
+    place[torch.arange(vocab_size) if ids is None else ids] = torch.arange(len(weight))
+    wanted = wanted[place[wanted] >= 0]
+    return weight[place[wanted]], wanted
 
 
 def _taps(settings: dict[str, Any], num_layers: int, path: Path) -> tuple[int, ...]:
