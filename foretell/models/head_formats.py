@@ -21,6 +21,7 @@ from foretell.models.head_reader import (
     count_layers,
     draft_ids,
     open_tensors,
+    root_of,
     settings_of,
     sizes,
 )
@@ -57,7 +58,7 @@ def load_eagle(
     """
     settings, reader = settings_of(path), Reader(open_tensors(path), weights)
     names = reader.checkpoint
-    root = "model." if any(name.startswith("model.") for name in names) else ""
+    root = root_of(names)
     first = "transformer." if f"{root}transformer.mlp.down_proj.weight" in names else "layers.0."
     config = sizes(settings, reader.path, target, count_layers(names, root))
     hidden = config.hidden_size
@@ -109,9 +110,9 @@ def load_eagle3(
     """
     settings, reader = settings_of(path), Reader(open_tensors(path), weights)
     names, take = reader.checkpoint, reader.checkpoint.take
-    root = "model." if "model.norm.weight" in names else ""
-    first = f"{root}midlayer." if f"{root}midlayer.hidden_norm.weight" in names else ""
-    first = first or f"{root}layers.0."
+    root = root_of(names)
+    middle = any(name.startswith(f"{root}midlayer.") for name in names)
+    first = f"{root}midlayer." if middle else f"{root}layers.0."
     config = sizes(settings, reader.path, target, count_layers(names, root))
     hidden, vocab = config.hidden_size, target.config.vocab_size
     taps = _taps(settings, target.config.num_layers, path)

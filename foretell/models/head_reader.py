@@ -167,6 +167,11 @@ def sizes(
     return replace(config, attention_bias=bias, qk_norm=False)
 
 
+def root_of(names: Checkpoint) -> str:
+    """Prefix that some exporters put before every tensor of the network."""
+    return "model." if any(name.startswith("model.") for name in names) else ""
+
+
 def count_layers(names: Checkpoint, root: str) -> int:
     pattern = re.compile(re.escape(root) + r"layers\.(\d+)\.")
     found = {int(match[1]) for name in names if (match := pattern.match(name))}

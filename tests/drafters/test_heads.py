@@ -176,7 +176,11 @@ def test_k_tokens_cost_k_passes(kind: str) -> None:
         assert [len(rows) for rows, _ in recorder.passes] == [1, 1, 1, accept + 1]
         rows, _ = recorder.passes[-1]  # all that was accepted, with the target's features
         assert rows.tokens == text.tokens[-accept - 1 :]
-        assert rows.positions == rows.cells == [len(text.tokens) - 2 - i for i in range(accept, -1, -1)]
+        assert (
+            rows.positions
+            == rows.cells
+            == [len(text.tokens) - 2 - i for i in range(accept, -1, -1)]
+        )
         assert rows.outputs == [accept]
 
 
@@ -225,7 +229,12 @@ def test_reduced_vocabulary(kind: str, count: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("listed", "message"),
-    [("[1, 1]", "different token ids"), ("[64]", "from 0 to 63"), ("{", "not a list"), ("[]", "dif")],
+    [
+        ("[1, 1]", "different token ids"),
+        ("[64]", "from 0 to 63"),
+        ("{", "not a list"),
+        ("[]", "dif"),
+    ],
 )
 def test_bad_vocabulary_files(listed: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "ids.json").write_text(listed)

@@ -40,7 +40,9 @@ def known(llm: LLM, texts: list[list[int]], right: float) -> None:
         logits, following = inner(head, rows, features)
         now = {s.slot: s.tokens for s in scheduler.running}
         ids = llm.engine.drafter.vocab.ids
-        column = {token: i for i, token in enumerate(range(tiny.VOCAB) if ids is None else ids.tolist())}
+        column = {
+            token: i for i, token in enumerate(range(tiny.VOCAB) if ids is None else ids.tolist())
+        }
         for o, r in enumerate(rows.outputs):
             have, at = now[rows.slots[r]], rows.positions[r] + 2
             [whole] = [text for text in texts if text[: len(have)] == have][:1]
@@ -173,7 +175,11 @@ def test_a_broken_head_costs_drafts_and_no_text() -> None:
     def forward_head(head: Head, rows: Rows, features: Tensor) -> tuple[Tensor, Tensor]:
         calls[0] += 1
         logits, following = inner(head, rows, features)
-        return (logits * torch.nan, following * torch.nan) if calls[0] % 3 == 0 else (logits, following)
+        return (
+            (logits * torch.nan, following * torch.nan)
+            if calls[0] % 3 == 0
+            else (logits, following)
+        )
 
     runtime.forward_head = forward_head
     assert tiny.ids(llm.generate(PROMPTS, tiny.sampled())) == answers
