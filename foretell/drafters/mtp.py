@@ -25,13 +25,12 @@ class MTP(Eagle):
         recycle_normed: bool = True
         """Feed the module its output behind its norm, as DeepSeek and Qwen do; false before it."""
 
-    options: Options
-
     def path(self) -> Path:
         return super().path() if self.options.model else self.runtime.target.path
 
     def load(self, path: Path, weights: Weights) -> LoadedHead:
         options = self.options
+        assert isinstance(options, MTP.Options)
         return load_mtp(
             path,
             self.runtime.target,

@@ -47,7 +47,7 @@ class Reader:
 
     def __init__(self, source: Source, weights: Weights, *, zero_centred: bool = False) -> None:
         self.checkpoint = Checkpoint(source)
-        self.weights = weights
+        self.weights: Weights = weights
         self.path = source.path
         self._centre = 1.0 if zero_centred else 0.0
 
