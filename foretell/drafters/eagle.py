@@ -29,6 +29,34 @@ from foretell.spec.tree import TokenTree, roots
 from foretell.spec.tree_shape import TreeOptions
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeadOptions(TreeOptions):
+    """Options of every scheme that loads a head."""
+
+    model: str = ""
+    """Directory or hub name of the head."""
+    weights: str = ""
+    """int8, bf16, f32 or int4; by default as the target."""
+    draft_vocab: str = ""
+    """File with a list of token ids, the only ones to propose; or how many of the head's own
+    token_ranking.json. Empty is all."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.weights:
+            weight_format(self.weights)
+
+    def find(self, method: str) -> Path:
+        """Where the head is.
+
+        Raises:
+            ValueError: no option says so, or there is nothing.
+        """
+        if not self.model:
+            raise ValueError(f"{method} needs a head: {method}:model=PATH or a hub name")
+        return resolve(self.model, head=True)
+
+
 @dataclass(eq=False)
 class _Slot:
     """How far the head's KV reaches for the sequence in one slot."""
@@ -40,27 +68,12 @@ class _Slot:
 class Eagle(Drafter):
     """Chains and trees from a head over the target's last hidden states."""
 
-    @dataclass(frozen=True, kw_only=True)
-    class Options(TreeOptions):
-        model: str = ""
-        """Directory or hub name of the head."""
-        weights: str = ""
-        """int8, bf16, f32 or int4; by default as the target."""
-        draft_vocab: str = ""
-        """File with a list of token ids, the only ones to propose; or how many of the head's own
-        token_ranking.json. Empty is all."""
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            if self.weights:
-                weight_format(self.weights)
-
-    options: Options
+    Options = HeadOptions
+    options: HeadOptions
 
     def __init__(self, config: SpeculationConfig, runtime: DraftRuntime) -> None:
         super().__init__(config, runtime)
-        target = runtime.target
-        loaded = self.load(self.path(), weight_format(self.options.weights or target.weights))
+        loaded = self.load(weight_format(self.options.weights or runtime.target.weights))
         self.head, self.vocab, sizes = loaded.head, loaded.vocab, loaded.head.config
         self.shape = self.options.shape(config.k)
         self.needs = Needs(
@@ -80,18 +93,8 @@ class Eagle(Drafter):
         self._logits = torch.zeros(size, width, device=device)  # [slots, Vd]
         self._features = torch.zeros(size, sizes.hidden_size, device=device)  # [slots, H]
 
-    def path(self) -> Path:
-        """Where the head is.
-
-        Raises:
-            ValueError: no option says so, or there is nothing.
-        """
-        if not self.options.model:
-            method = self.config.method
-            raise ValueError(f"{method} needs a head: {method}:model=PATH or a hub name")
-        return resolve(self.options.model, head=True)
-
-    def load(self, path: Path, weights: Weights) -> LoadedHead:
+    def load(self, weights: Weights) -> LoadedHead:
+        path = self.options.find(self.config.method)
         return load_eagle(path, self.runtime.target, weights, self.options.draft_vocab)
 
     def observe(self, commit: Commit) -> None:

@@ -7,8 +7,6 @@ and may have an lm_head of its own over a reduced vocabulary. It drafts as EAGLE
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from foretell.config import Weights
 from foretell.drafters.eagle import Eagle
 from foretell.models.head_formats import LoadedHead, load_eagle3
@@ -17,5 +15,6 @@ from foretell.models.head_formats import LoadedHead, load_eagle3
 class Eagle3(Eagle):
     """Chains and trees from a head over three of the target's layers."""
 
-    def load(self, path: Path, weights: Weights) -> LoadedHead:
+    def load(self, weights: Weights) -> LoadedHead:
+        path = self.options.find(self.config.method)
         return load_eagle3(path, self.runtime.target, weights, self.options.draft_vocab)

@@ -8,47 +8,29 @@ tree is the likeliest ``k`` nodes of the authors' own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from foretell.config import SpeculationConfig, weight_format
+from foretell.drafters.eagle import HeadOptions
 from foretell.models.head_formats import load_medusa
-from foretell.models.hub import resolve
 from foretell.sequence import Sequence
 from foretell.spec.drafter import Ask, Commit, Drafter, DraftRuntime, Needs
 from foretell.spec.grow_tree import Frontier, grow_tree
 from foretell.spec.tree import TokenTree, roots
-from foretell.spec.tree_shape import TreeOptions, read_shape
+from foretell.spec.tree_shape import read_shape
 
 
 class Medusa(Drafter):
     """Trees from independent heads."""
 
-    @dataclass(frozen=True, kw_only=True)
-    class Options(TreeOptions):
-        model: str = ""
-        """Directory or hub name of the heads."""
-        weights: str = ""
-        """int8, bf16, f32 or int4; by default as the target."""
-        draft_vocab: str = ""
-        """File with a list of token ids, the only ones to propose; or how many of the head's own
-        token_ranking.json. Empty is all."""
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            if self.weights:
-                weight_format(self.weights)
-
-    options: Options
+    Options = HeadOptions
+    options: HeadOptions
 
     def __init__(self, config: SpeculationConfig, runtime: DraftRuntime) -> None:
         super().__init__(config, runtime)
         options, target = self.options, runtime.target
-        if not options.model:
-            raise ValueError("medusa needs heads: medusa:model=PATH or a hub name")
-        path = resolve(options.model, head=True)
+        path = options.find("medusa")
         weights = weight_format(options.weights or target.weights)
         self.heads, self.vocab = load_medusa(path, target, weights, options.draft_vocab)
         own = options.is_chain and not options.depth

@@ -8,10 +8,9 @@ acceptance falls fast behind the first token. It drafts as EAGLE does.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from foretell.config import Weights
-from foretell.drafters.eagle import Eagle
+from foretell.drafters.eagle import Eagle, HeadOptions
 from foretell.models.head_formats import LoadedHead, load_mtp
 
 
@@ -19,22 +18,15 @@ class MTP(Eagle):
     """Chains and trees from the first MTP module of the target's own checkpoint, or of another."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Options(Eagle.Options):
+    class Options(HeadOptions):
         model: str = ""
         """Directory or hub name with the module; empty is the target's own checkpoint."""
         recycle_normed: bool = True
         """Feed the module its output behind its norm, as DeepSeek and Qwen do; false before it."""
 
-    def path(self) -> Path:
-        return super().path() if self.options.model else self.runtime.target.path
-
-    def load(self, path: Path, weights: Weights) -> LoadedHead:
-        options = self.options
+    def load(self, weights: Weights) -> LoadedHead:
+        options, target = self.options, self.runtime.target
         assert isinstance(options, MTP.Options)
-        return load_mtp(
-            path,
-            self.runtime.target,
-            weights,
-            options.draft_vocab,
-            recycle_normed=options.recycle_normed,
-        )
+        path = options.find("mtp") if options.model else target.path
+        recycle = options.recycle_normed
+        return load_mtp(path, target, weights, options.draft_vocab, recycle_normed=recycle)

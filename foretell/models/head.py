@@ -27,7 +27,7 @@ from torch import Tensor
 from foretell.attention.base import Attention, Layout
 from foretell.attention.rows import add_rms_norm, rms_norm, rope_and_write, silu_mul
 from foretell.models.config import ModelConfig
-from foretell.models.quant import Embedding, Linear
+from foretell.models.linear import Embedding, Linear
 from foretell.models.rope import Rope
 
 

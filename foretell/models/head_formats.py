@@ -25,8 +25,8 @@ from foretell.models.head_reader import (
     settings_of,
     sizes,
 )
-from foretell.models.loader import LoadedModel, output_rows
-from foretell.models.quant import Linear, Table, make_linear
+from foretell.models.linear import Linear, make_embedding, make_linear
+from foretell.models.loader import LoadedModel
 from foretell.models.rope import Rope
 from foretell.spec.draft_vocab import DraftVocab
 
@@ -87,7 +87,7 @@ def load_eagle(
         config=config,
         embedding=target.model.embedding,
         layers=layers,
-        lm_head=target.model.lm_head if ids is None else output_rows(target, ids),
+        lm_head=target.model.lm_head if ids is None else target.model.lm_head.rows(ids),
         rope=Rope(config),
         mix=reader.linear({root + fc: hidden}, 2 * hidden, bias=bias),
         norm_embed=norm(flag("norm_embed", restored or para), "embedding_layernorm"),
@@ -130,12 +130,12 @@ def load_eagle3(
         names.skip(table)
         embedding = target.model.embedding
     else:
-        embedding = Table(take(table, vocab, hidden))
+        embedding, _ = make_embedding(weights, take(table, vocab, hidden), None)
     ids = _d2t(names, settings, vocab)
     wanted = draft_ids(draft_vocab, path, vocab)
     if (own := "lm_head.weight") not in names:
         ids = ids if wanted is None else wanted
-        lm_head = target.model.lm_head if ids is None else output_rows(target, ids)
+        lm_head = target.model.lm_head if ids is None else target.model.lm_head.rows(ids)
     else:
         weight = take(own, vocab if ids is None else len(ids), hidden)
         weight, ids = rows_of(weight, ids, wanted, vocab)
@@ -202,7 +202,7 @@ def load_mtp(
         config=config,
         embedding=target.model.embedding,
         layers=[reader.layer(block, config)],
-        lm_head=target.model.lm_head if ids is None else output_rows(target, ids),
+        lm_head=target.model.lm_head if ids is None else target.model.lm_head.rows(ids),
         rope=Rope(config),
         mix=make_linear(weights, weight),
         norm_embed=reader.norm(prefix + embed, hidden),
@@ -247,7 +247,7 @@ def load_medusa(
             depth += 1
         out = f"{merged}lm_heads.{i}.weight" if vllm else f"{merged}{i}.{depth}.weight"
         if vllm and out not in names and ids is None:  # all share the target's
-            lm_head = target.model.lm_head if wanted is None else output_rows(target, wanted)
+            lm_head = target.model.lm_head if wanted is None else target.model.lm_head.rows(wanted)
         else:
             lm_head = make_linear(weights, rows_of(take(out, known, hidden), ids, wanted, vocab)[0])
         heads.append(MedusaHead(blocks=blocks, lm_head=lm_head))

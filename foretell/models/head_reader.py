@@ -16,8 +16,8 @@ from foretell.config import Weights
 from foretell.models.checkpoint import Checkpoint, Safetensors, Source, TorchFile, join, read_json
 from foretell.models.config import ModelConfig
 from foretell.models.head import HeadLayer
+from foretell.models.linear import Linear, make_linear
 from foretell.models.loader import LoadedModel
-from foretell.models.quant import Linear, make_linear
 
 _STATE_DICTS = ("pytorch_model.bin", "medusa_lm_head.pt")
 
@@ -54,15 +54,12 @@ class Reader:
     def norm(self, name: str, size: int) -> Tensor:
         return self.checkpoint.take(f"{name}.weight", size).float() + self._centre
 
-    def linear(
-        self, names: Mapping[str, int], inputs: int, *, bias: bool = False, outliers: bool = False
-    ) -> Linear:
+    def linear(self, names: Mapping[str, int], inputs: int, *, bias: bool = False) -> Linear:
         """One product for several of the same input: names and their outputs."""
         take = self.checkpoint.take
         weight = [take(f"{name}.weight", size, inputs) for name, size in names.items()]
         biases = [take(f"{name}.bias", size) for name, size in names.items() if bias]
-        joined = join(biases) if biases else None
-        return make_linear(self.weights, join(weight), joined, outliers=outliers)
+        return make_linear(self.weights, join(weight), join(biases).float() if biases else None)
 
     def layer(
         self, prefix: str, config: ModelConfig, *, wide: bool = False, norm: bool = True
@@ -81,7 +78,7 @@ class Reader:
         def block(name: str, outputs: dict[str, int], inputs: int, insists: bool = False) -> Linear:
             names = {f"{prefix}{name}.{part}_proj": size for part, size in outputs.items()}
             bias = insists or any(f"{full}.bias" in have for full in names)
-            return self.linear(names, inputs, bias=bias, outliers="down" in outputs)
+            return self.linear(names, inputs, bias=bias)
 
         def head_norm(name: str) -> Tensor | None:
             full = f"{prefix}self_attn.{name}_norm"

@@ -69,6 +69,11 @@ class PackedLinear:
         if bias is not None:
             self.bias[: self.out_features] = bias
 
+    def rows(self, ids: Tensor) -> PackedLinear:
+        """A product with only the outputs ids [N] int64, whose bits stay the same."""
+        shape = (len(ids), self.in_features)
+        return PackedLinear(self.kind, select(self.kind, self.packed, ids), shape, self.bias[ids])
+
     @property
     def panels(self) -> int:
         return len(self.packed.weights)

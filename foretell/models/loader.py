@@ -140,17 +140,6 @@ def build(
     return Decoder(config, embedding, layers, norm, lm_head, rope)
 
 
-def output_rows(target: LoadedModel, ids: Tensor) -> Linear:
-    """A product with only those rows of the output projection, read from the files again.
-
-    Args:
-        ids: [N] int64 token ids.
-    """
-    source, config = open_source(target.path)
-    name = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
-    return make_linear(target.weights, source.read(name)[ids])
-
-
 def _head(checkpoint: Checkpoint, config: ModelConfig, table: Tensor) -> Tensor | None:
     """The output projection, None where it is the embedding. Some tied checkpoints hold it too."""
     shape = (config.vocab_size, config.hidden_size)

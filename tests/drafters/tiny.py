@@ -66,6 +66,7 @@ def loaded(
         tokenizer=names,
         path="tiny",
         kv_dtype=torch.float64,
+        weights="f32",
     )
 
 
