@@ -163,6 +163,23 @@ def test_medusa_takes_the_likeliest_nodes_of_the_published_tree() -> None:
     assert parents.count(0) > 1
 
 
+@pytest.mark.parametrize("kind", heads.KINDS)
+def test_nothing_is_drafted_before_the_root_was_seen(kind: str) -> None:
+    drafter = fresh(f"{heads.scheme(kind)},k=3")
+    text = sequence([3, 1, 4, 1, 5, 9, 2, 6], slot=1)
+    assert drafter.propose(ask([text], 3)).num_drafted == [0]
+    commit(drafter, (text, 5))  # more of the prompt is to come
+    assert drafter.propose(ask([text], 3)).num_drafted == [0]
+    commit(drafter, (text, 8))
+    assert drafter.propose(ask([text], 3)).num_drafted == [3]
+    text.tokens.append(5)  # a step that it did not see
+    assert drafter.propose(ask([text], 3)).num_drafted == [0]
+    text.tokens.pop()
+    assert drafter.propose(ask([sequence(text.tokens, slot=1)], 3)).num_drafted == [0]
+    drafter.forget([1])
+    assert drafter.propose(ask([text], 3)).num_drafted == [0]
+
+
 @pytest.mark.parametrize("kind", heads.LAYERED)
 def test_k_tokens_cost_k_passes(kind: str) -> None:
     drafter = fresh(f"{heads.scheme(kind)},k=4")
