@@ -163,7 +163,7 @@ def test_a_page_whose_last_pair_is_another_is_not_shared(scheme: str) -> None:
     (result,) = llm.generate([second], params)
     assert [result.token_ids] == answers
     assert result.stats.num_cached_tokens == 8
-    assert rounds[0] >= 8
+    assert rounds[0] >= 5
     assert rounds[1] == 0
 
 
