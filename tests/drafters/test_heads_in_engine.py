@@ -53,14 +53,14 @@ def known(llm: LLM, texts: list[list[int]], right: float) -> None:
     runtime.forward_head = forward_head
 
 
-def rebuilt(clean: Clean, text: Sequence, budget: int) -> tuple[Tensor, list[int]]:
+def rebuilt(clean: Clean, text: Sequence, budget: int, depth: int) -> tuple[Tensor, list[int]]:
     """Draft KV and proposal after a clean prefill of the same text."""
     copy, engine = clean.prefill(text.tokens[:-1]), clean.llm.engine
     assert copy.tokens == text.tokens
     assert engine.cache.reserve(copy, len(copy.tokens) + budget + 1)
     engine.runtime.set_pages(copy.slot, copy.pages)
     kv = cells(clean.llm, "draft", copy.pages, len(copy.tokens) - 1)
-    return kv, engine.drafter.propose(Ask([copy], [budget])).tokens[0].tolist()
+    return kv, engine.drafter.propose(Ask([copy], [budget], depths=[depth])).tokens[0].tolist()
 
 
 def watch(llm: LLM, clean: Clean) -> list[int]:
@@ -76,7 +76,7 @@ def watch(llm: LLM, clean: Clean) -> list[int]:
                 assert text.num_computed % 4 == 0
                 continue
             assert slot.filled == len(text.tokens) - 1
-            kv, proposal = rebuilt(clean, text, budget)
+            kv, proposal = rebuilt(clean, text, budget, ask.depths[b])
             rounds[0] += 1
             rounds[1] += not torch.equal(before[b], kv)
             rounds[1] += tree.tokens[b, : int(tree.sizes[b])].tolist() != proposal
