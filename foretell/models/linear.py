@@ -61,7 +61,7 @@ class PackedLinear:
     def __init__(
         self, kind: Weights, packed: Packed, shape: tuple[int, int], bias: Tensor | None = None
     ) -> None:
-        self.kind = kind
+        self.kind: Weights = kind
         self.packed = packed
         self.out_features, self.in_features = shape
         self.padded = -(-self.in_features // GROUP[kind]) * GROUP[kind]
