@@ -19,8 +19,8 @@ class PageCache:
         num_pages: pages in the pool.
         page_size: tokens in a page.
         prefix_caching: share pages among requests that start alike.
-        lookahead: 1 if a drafter's entry at position t depends on token t + 1, so that the last
-            page of a shared prefix may belong to another continuation and is not shared.
+        lookahead: 1 if a drafter's entry at position t depends on token t + 1: a page is then
+            shared only among texts that agree on the token behind it too.
     """
 
     def __init__(
@@ -39,7 +39,8 @@ class PageCache:
         self.idle: OrderedDict[int, None] = OrderedDict()
         self.refs = [0] * num_pages
         self._entries: dict[tuple[int, tuple[int, ...]], int] = {}
-        """(identity of the page before, tokens of this page) to page: exact, no hash collisions."""
+        """(identity of the page before, tokens of this page and of the lookahead) to page: exact,
+        no hash collisions."""
         self._key: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._identity: dict[int, int] = {}
         self._next_identity = 1
@@ -68,14 +69,11 @@ class PageCache:
         size, parent = self.page_size, 0
         parents: list[int] = []
         for end in range(size, len(sequence.tokens), size):
-            page = self._entries.get((parent, tuple(sequence.tokens[end - size : end])))
+            page = self._entries.get(self._key_of(sequence, end, parent))
             if page is None:
                 break
             sequence.pages.append(page)
             parents.append(parent := self._identity[page])
-        if self.lookahead and sequence.pages:
-            sequence.pages.pop()
-            parents.pop()
         for page in sequence.pages:
             self._hold(page)
         sequence.num_hashed_pages = len(sequence.pages)
@@ -104,7 +102,7 @@ class PageCache:
         size = self.page_size
         while (end := (sequence.num_hashed_pages + 1) * size) <= sequence.num_computed:
             page = sequence.pages[sequence.num_hashed_pages]
-            key = (sequence.hash_parent, tuple(sequence.tokens[end - size : end]))
+            key = self._key_of(sequence, end, sequence.hash_parent)
             if key not in self._entries:
                 self._entries[key] = page
                 self._key[page] = key
@@ -135,6 +133,9 @@ class PageCache:
         assert unheld == [page for page, count in enumerate(held) if not count]
         assert {self._entries[key] for key in self._key.values()} == set(self._key)
         assert set(self.idle) <= set(self._key)
+
+    def _key_of(self, sequence: Sequence, end: int, parent: int) -> tuple[int, tuple[int, ...]]:
+        return parent, tuple(sequence.tokens[end - self.page_size : end + self.lookahead])
 
     def _hold(self, page: int) -> None:
         if self.refs[page] == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,23 +36,29 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._source.shapes
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._source.shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """
+        Raises:
+            ValueError: the tensor is missing.
+        """
+        if name not in self._source.shapes:
+            raise ValueError(f"{self._source.path}: tensor {name} is missing")
+        return self._source.shapes[name]
+
+    def skip(self, name: str) -> None:
+        """Leaves a tensor out on purpose; it need not be there."""
+        self._left.discard(name)
+
     def take(self, name: str, *shape: int) -> Tensor:
         """Reads one tensor.
 
         Raises:
             ValueError: it is missing, has another shape or does not hold finite floats.
         """
-        have = self._source.shapes.get(name)
-        if have is None:
-            raise ValueError(f"{self._source.path}: tensor {name} is missing")
-        if have != shape:
-            raise ValueError(
-                f"{self._source.path}: tensor {name} has shape {list(have)}, "
-                f"but the model's config makes it {list(shape)}"
-            )
-        assert name in self._left, f"{name} is read twice"
-        self._left.remove(name)
-        tensor = self._source.read(name)
+        tensor = self.take_any(name, *shape)
         if not tensor.is_floating_point() or tensor.element_size() == 1:
             raise ValueError(
                 f"{self._source.path}: tensor {name} is {tensor.dtype}; "
@@ -63,6 +70,21 @@ class Checkpoint:
                 "its training failed: get another copy"
             )
         return tensor
+
+    def take_any(self, name: str, *shape: int) -> Tensor:
+        """Reads one tensor of any dtype.
+
+        Raises:
+            ValueError: it is missing or has another shape.
+        """
+        if (have := self.shape(name)) != shape:
+            raise ValueError(
+                f"{self._source.path}: tensor {name} has shape {list(have)}, "
+                f"but the model's config makes it {list(shape)}"
+            )
+        assert name in self._left, f"{name} is read twice"
+        self._left.remove(name)
+        return self._source.read(name)
 
     def finish(self) -> None:
         """
@@ -134,6 +156,36 @@ class Safetensors:
 
     def read(self, name: str) -> Tensor:
         return self._handle(self._files[name]).get_tensor(name)
+
+
+class TorchFile:
+    """A state dict that torch.save wrote. Only tensors are read, never code.
+
+    Raises:
+        ValueError: not such a file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            self._tensors = {name: tensor for name, tensor in state.items() if tensor is not None}
+            self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        except Exception as error:  # zip, pickle, attribute errors: whatever the file holds
+            reason = str(error).split("\n")[0]
+            raise ValueError(f"{path}: not a complete state dict of tensors ({reason})") from None
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+class Part:
+    """Those tensors of a source whose names begin with a prefix."""
+
+    def __init__(self, source: Source, prefix: str) -> None:
+        self.path = source.path
+        self.shapes = {n: shape for n, shape in source.shapes.items() if n.startswith(prefix)}
+        self.read = source.read
 
 
 def read_json(path: Path) -> dict[str, Any]:

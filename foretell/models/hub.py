@@ -14,6 +14,7 @@ from foretell.config import home
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
+_HEAD_FILES = ("*.safetensors", "*.json", "pytorch_model.bin", "medusa_lm_head.pt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +54,13 @@ def cache_dir() -> Path:
     return home() / "models"
 
 
-def resolve(model: str, *, progress: bool = True) -> Path:
+def resolve(model: str, *, progress: bool = True, head: bool = False) -> Path:
     """Finds a model on disk and gets it first if it is not there.
 
     Args:
         model: a short name, a .gguf file, a directory, or a hub name.
         progress: show a bar on stderr while something is downloaded.
+        head: a draft head, which on the hub is often a state dict.
 
     Returns:
         A .gguf file or a directory with safetensors, config and tokenizer.
@@ -83,7 +85,7 @@ def resolve(model: str, *, progress: bool = True) -> Path:
     if model.startswith((".", "/", "~")) or model.endswith(".gguf"):
         raise ValueError(f"{model}: no such file or directory")
     if _HUB_NAME.fullmatch(model):
-        return _from_hub(model, progress)
+        return _from_hub(model, progress, _HEAD_FILES if head else _HUB_FILES)
     near = difflib.get_close_matches(model, PACKAGED, n=1)
     hint = f", did you mean {near[0]}?" if near else ":"
     raise ValueError(
@@ -101,13 +103,13 @@ def is_cached(model: str) -> bool:
     return Path(model).expanduser().exists()
 
 
-def _from_hub(model: str, progress: bool) -> Path:
+def _from_hub(model: str, progress: bool, files: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
     (enable_progress_bars if progress else disable_progress_bars)()
     try:
-        return Path(snapshot_download(model, allow_patterns=list(_HUB_FILES)))
+        return Path(snapshot_download(model, allow_patterns=list(files)))
     except KeyboardInterrupt:
         raise
     except Exception as error:  # the client raises a dozen unrelated classes

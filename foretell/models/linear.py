@@ -61,13 +61,18 @@ class PackedLinear:
     def __init__(
         self, kind: Weights, packed: Packed, shape: tuple[int, int], bias: Tensor | None = None
     ) -> None:
-        self.kind = kind
+        self.kind: Weights = kind
         self.packed = packed
         self.out_features, self.in_features = shape
         self.padded = -(-self.in_features // GROUP[kind]) * GROUP[kind]
         self.bias = torch.zeros(len(packed.scale))  # [panels * PANEL]
         if bias is not None:
             self.bias[: self.out_features] = bias
+
+    def rows(self, ids: Tensor) -> PackedLinear:
+        """A product with only the outputs ids [N] int64, whose bits stay the same."""
+        shape = (len(ids), self.in_features)
+        return PackedLinear(self.kind, select(self.kind, self.packed, ids), shape, self.bias[ids])
 
     @property
     def panels(self) -> int:

@@ -120,6 +120,7 @@ def build(
         ValueError: a tensor is missing, left over or of another shape.
     """
     checkpoint = Checkpoint(source)
+    _skip_mtp(checkpoint)
     hidden, vocab = config.hidden_size, config.vocab_size
     table = checkpoint.take("model.embed_tokens.weight", vocab, hidden)
     head = _head(checkpoint, config, table)
@@ -152,6 +153,15 @@ def _head(checkpoint: Checkpoint, config: ModelConfig, table: Tensor) -> Tensor 
             "set tie_word_embeddings to false in config.json if that is meant"
         )
     return None
+
+
+def _skip_mtp(checkpoint: Checkpoint) -> None:
+    """Leaves multi-token prediction modules out: layers with an ``eh_proj``, and other names."""
+    prefixes = ["mtp.", "model.mtp_layers."]
+    prefixes += [name.removesuffix("eh_proj.weight") for name in checkpoint if "eh_proj" in name]
+    for name in checkpoint:
+        if name.startswith(tuple(prefixes)):
+            checkpoint.skip(name)
 
 
 def _layer(checkpoint: Checkpoint, config: ModelConfig, weights: Weights, i: int) -> Layer:

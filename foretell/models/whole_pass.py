@@ -107,6 +107,9 @@ class WholePass:
             self.spent,
         )  # fmt: skip
         together(self._compiled.run, arguments, num_threads(), (room, sync, self, kv))
+        for i, tap in enumerate(taps):
+            if tap >= 0 and (j := int(places[tap])) != i:  # a layer that is tapped twice
+                tapped[:, i * width : (i + 1) * width] = tapped[:, j * width : (j + 1) * width]
         return logits[:, : self._config.vocab_size], hidden, tapped
 
     def _buffers(self, rows: int) -> tuple[Tensor, tuple[np.ndarray, int, int, int]]:

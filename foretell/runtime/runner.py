@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from foretell.attention.base import Attention
+from foretell.models.head import Head
 from foretell.models.loader import LoadedModel
 from foretell.runtime.batch import pack
 from foretell.runtime.kv import KVPool
@@ -87,6 +88,21 @@ class Runtime:
     def forward(self, model: Any, rows: Rows) -> Tensor:
         """Runs a drafter's model over the drafter's layers: logits [O, V] float32."""
         return self._forward(model, "draft", rows, ()).logits
+
+    @torch.inference_mode()
+    def forward_head(self, head: Head, rows: Rows, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Runs a head over the drafter's layers: logits [O, Vd] and features [O, H], float32."""
+        assert self.kv is not None
+        batch = pack(rows, self.page_table, self.page_size, self.device)
+        self.attention.plan(batch.layout)
+        return head.forward(
+            batch.tokens,
+            features,
+            batch.outputs,
+            self.attention,
+            batch.layout,
+            self.kv.layers["draft"],
+        )
 
     def sampler_noise(self, seeds: SequenceOf[int], positions: SequenceOf[int]) -> Tensor:
         """[R, V] float32 Gumbel noise of the target's own draws at those absolute positions."""

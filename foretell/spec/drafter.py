@@ -108,6 +108,17 @@ class DraftRuntime(Protocol):
         """
         ...
 
+    def forward_head(self, head: Any, rows: Rows, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Runs a head that reads hidden states over its own KV layers.
+
+        Args:
+            features: [R, H] float32, one for each row.
+
+        Returns:
+            Logits [O, Vd] float32 of ``rows.outputs`` and the features [O, H] that follow them.
+        """
+        ...
+
     def sampler_noise(self, seeds: SequenceOf[int], positions: SequenceOf[int]) -> Tensor:
         """[R, V] float32 Gumbel noise, the same that the target's draw uses at that position."""
         ...

@@ -106,8 +106,8 @@ def grow_tree(
     drawn = [ask.sample and not sequence.params.greedy for sequence in ask.sequences]
     fixed = shape.fixed() if any(drawn) else shape
     plans = [
-        (fixed if random else shape).plan(budget, budget)
-        for random, budget in zip(drawn, budgets, strict=True)
+        (fixed if random else shape).plan(budget, min(budget, depth))
+        for random, budget, depth in zip(drawn, budgets, ask.depths, strict=True)
     ]
     trees = [Sprouts([root]) for root in ask.roots]
     words = [{0: 0} for _ in trees]  # the nodes that were run, in order, with their ancestors

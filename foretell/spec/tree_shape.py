@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -92,6 +92,10 @@ class TreeShape(Protocol):
         nodes, so their K and V fit into the cells that the engine reserves for the tree."""
         ...
 
+    def within(self, depth: int) -> TreeShape:
+        """The same for a scheme that cannot guess deeper."""
+        ...
+
     def fixed(self) -> FixedShape:
         """The shape for drafts that are drawn at random: known before any token is."""
         ...
@@ -136,6 +140,10 @@ class FixedShape:
     def fixed(self) -> FixedShape:
         return self
 
+    def within(self, depth: int) -> FixedShape:
+        """Its nodes of at most that depth."""
+        return FixedShape([path for path in self.paths if len(path) <= depth])
+
 
 @dataclass(frozen=True)
 class DynamicShape:
@@ -154,6 +162,9 @@ class DynamicShape:
     def plan(self, budget: int, depth: int) -> Plan:
         nodes = min(budget, self.num_nodes)
         return _DynamicPlan(min(depth, self.depth, nodes), self.topk, nodes)
+
+    def within(self, depth: int) -> DynamicShape:
+        return replace(self, depth=min(depth, self.depth))
 
     def fixed(self) -> FixedShape:
         """The likeliest nodes of the whole tree of this depth and width, by rank alone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 
@@ -10,19 +11,25 @@ from foretell.config import SpeculationConfig
 from foretell.drafters import build, find, schemes
 from foretell.sequence import Sequence
 from foretell.spec.drafter import Ask, Drafter
-from tests import fakes
-from tests.drafters.tiny import VOCAB, MemoryRuntime, advance, ask, commit, sequence
+from tests import fakes, heads
+from tests.drafters.tiny import MemoryRuntime, advance, ask, commit, fresh, sequence
 
 FAKES = ["Oracle", "Noise", "Hostile", "Mixed", "Bushy"]
-ALL = [*schemes(), "prompt-lookup:branches=3", *(f"tests.fakes:{name}" for name in FAKES)]
+ALL = [
+    "prompt-lookup",
+    "prompt-lookup:branches=3",
+    "draft-model",
+    *(f"tests.fakes:{name}" for name in FAKES),
+    *(heads.scheme(kind) for kind in heads.KINDS),
+    f"{heads.scheme('eagle3')},depth=3,topk=2,nodes=5",
+    f"{heads.scheme('mtp-mimo')},tree=eagle",
+]
 
 
-@pytest.fixture(params=ALL)
+@pytest.fixture(params=ALL, ids=lambda text: re.sub(r"model=.*/", "", text))
 def drafter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Drafter:
     monkeypatch.setattr(fakes.Scripted, "answers", {(1, 2, 1, 2): [1, 2, 1, 2] * 30})
-    config = SpeculationConfig.parse(request.param)
-    assert config is not None
-    return build(config, MemoryRuntime())
+    return fresh(request.param)
 
 
 def grow(text: Sequence, rng: random.Random) -> list[int]:
@@ -39,11 +46,11 @@ def test_trees_are_legal_within_budget(drafter: Drafter, sample: bool, temperatu
     for _ in range(12):
         budgets = [rng.randint(0, 5) for _ in texts]
         tree = drafter.propose(Ask(texts, budgets, sample))
-        tree.check(VOCAB)
+        tree.check(drafter.runtime.vocab_size)
         assert tree.tokens[:, 0].tolist() == [text.tokens[-1] for text in texts]
         assert all(n <= budget for n, budget in zip(tree.num_drafted, budgets, strict=True))
         if tree.probs is not None:
-            assert tree.probs.shape[-1] == VOCAB
+            assert tree.probs.shape[-1] == drafter.runtime.vocab_size
             for b, size in enumerate(tree.sizes.tolist()):
                 for node in range(1, size):
                     assert tree.probs[b, tree.parents[b, node], tree.tokens[b, node]] > 0
@@ -66,23 +73,23 @@ def test_a_new_sequence_in_a_slot_gets_what_it_would_get_alone(drafter: Drafter)
         tree = mine.propose(ask([text], 5))
         return tree.tokens.tolist(), tree.parents.tolist()
 
-    fresh = drafts(type(drafter)(drafter.config, MemoryRuntime()))
+    clean = drafts(fresh(drafter.config))
     old = sequence([3, 4, 5, 3, 4, 5, 3, 4])
     commit(drafter, (old, 8))
     for _ in range(5):
         drafter.propose(ask([old], 5))
         advance(drafter, [(old, [9])])
     drafter.forget([0])
-    assert drafts(drafter) == fresh
+    assert drafts(drafter) == clean
     drafter.forget([0, 1, 2])  # forgetting what is not there is allowed
 
 
 def test_proposals_do_not_depend_on_the_batch(drafter: Drafter) -> None:
-    texts = [sequence([1, 2, 1, 2], 0), sequence([4, 4, 4], 1), sequence([7], 2)]
+    texts = [sequence([1, 2, 1, 2], 0), sequence([4, 4, 4], 1), sequence([7, 3], 2)]
     commit(drafter, *[(text, len(text.tokens)) for text in texts])
     together = drafter.propose(ask(texts, 4))
     for b, text in enumerate(texts):
-        alone = type(drafter)(drafter.config, MemoryRuntime())
+        alone = fresh(drafter.config)
         text.num_computed = 0
         commit(alone, (text, len(text.tokens)))
         tree = alone.propose(ask([text], 4))
@@ -106,8 +113,11 @@ def test_unknown_and_bad_options_name_the_legal_ones(method: str) -> None:
         ("prompt-lookup:branches=99", "from 1 to 16"),
         ("prompt-lookup:patience=-1", "patience"),
         ("draft-model:weights=int3", "int8, bf16"),
+        ("eagle", "eagle needs a head: eagle:model="),
+        ("medusa:k=3", "medusa:model="),
+        ("eagle3:model=/nowhere", "no such file"),
         ("draft-model:weights=target,model=other", "leave model out"),
-        ("prompt-lookdown", "draft-model, prompt-lookup"),
+        ("prompt-lookdown", "draft-model, eagle, .*prompt-lookup"),
         ("no_such_module:Thing", "no module 'no_such_module'"),
         ("tests.fakes:Thing", "'Thing'"),
         ("tests.fakes:Nodes", "no Drafter subclass"),
@@ -118,6 +128,10 @@ def test_mistakes_are_explained(text: str, message: str) -> None:
     assert config is not None
     with pytest.raises(ValueError, match=message):
         build(config, MemoryRuntime())
+
+
+def test_every_scheme_is_checked_here() -> None:
+    assert {text.split(":")[0] for text in ALL} >= set(schemes())
 
 
 def test_schemes_are_found_by_file_name() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from foretell.config import SpeculationConfig
-from foretell.drafters import build, schemes
+from foretell.drafters import build, find, schemes
 from tests.drafters.tiny import MemoryRuntime, ask, chain, sequence
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "schemes.md").read_text()
@@ -30,6 +30,5 @@ def test_every_scheme_and_option_is_described() -> None:
     for name in schemes():
         assert f"## {name}\n" in GUIDE
         section = GUIDE.split(f"## {name}\n")[1].split("\n## ")[0]
-        config = SpeculationConfig(method=name)
-        for option, default in vars(build(config, MemoryRuntime()).options).items():
+        for option, default in vars(find(name).Options()).items():
             assert f"{option}={default}" in section

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from functools import cache
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
+from foretell.attention.cpu import CpuAttention
+from foretell.config import SpeculationConfig
+from foretell.drafters import build
+from foretell.runtime.runner import Runtime
 from foretell.sequence import SamplingParams, Sequence
 from foretell.spec.drafter import Ask, Commit, Drafter, Rows
 from foretell.spec.tree import TokenTree, path_to
+from tests import tiny
 
 VOCAB = 24
 
@@ -60,6 +66,7 @@ def loaded(
         tokenizer=names,
         path="tiny",
         kv_dtype=torch.float64,
+        weights="f32",
     )
 
 
@@ -99,6 +106,38 @@ def _fill(model: TinyNet, rows: Rows, kv: Tensor) -> None:
     rows.outputs.clear()
 
 
+def runtime_for(method: str) -> MemoryRuntime | Runtime:
+    """In memory, or over the tiny model for heads, which share its embedding and lm_head."""
+    if method not in ("eagle", "eagle3", "mtp", "medusa"):
+        return MemoryRuntime()
+    target = tiny.model("f32")
+    return Runtime(target, CpuAttention(), max_num_seqs=4, max_model_len=256, page_size=16)
+
+
+def fresh(config: SpeculationConfig | str) -> Drafter:
+    """A new drafter with a runtime of its own."""
+    config = SpeculationConfig.parse(config) if isinstance(config, str) else config
+    assert config is not None
+    drafter = build(config, runtime := runtime_for(config.method))
+    if isinstance(runtime, Runtime):
+        runtime.allocate(4 * 17, drafter.needs.kv)
+        for slot in range(4):
+            runtime.set_pages(slot, list(range(17 * slot, 17 * slot + 17)))
+    return drafter
+
+
+@cache
+def _tables(width: int) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(5)
+    return torch.randn(tiny.VOCAB, width, generator=g), torch.randn(300, width, generator=g)
+
+
+def features_of(tokens: list[int], start: int, end: int, width: int) -> Tensor:
+    """Stand-ins for hidden states of positions start .. end - 1: each a function of the text."""
+    words, places = _tables(width)
+    return words[tokens].cumsum(0)[start:end] * 0.3 + places[start:end]
+
+
 def sequence(tokens: list[int], slot: int = 0, seed: int = 0, temperature: float = 0.0) -> Sequence:
     params = SamplingParams(temperature=temperature, max_tokens=None)
     return Sequence(f"r{slot}-{seed}-{len(tokens)}", list(tokens), params, seed, slot=slot)
@@ -106,12 +145,20 @@ def sequence(tokens: list[int], slot: int = 0, seed: int = 0, temperature: float
 
 def commit(drafter: Drafter, *rows: tuple[Sequence, int]) -> None:
     """Shows the drafter that all but the last token up to a length are final."""
-    starts = [s.num_computed for s, _ in rows]
+    starts, features = [s.num_computed for s, _ in rows], None
+    if drafter.needs.features:
+        width = 32 * len(drafter.needs.features)
+        parts = [
+            features_of(s.tokens, start, end - 1, width)
+            for (s, end), start in zip(rows, starts, strict=True)
+        ]
+        features = torch.cat(parts)  # [sum T, F]
     drafter.observe(
         Commit(
             [s for s, _ in rows],
             starts,
             [s.tokens[start:end] for (s, end), start in zip(rows, starts, strict=True)],
+            features,
         )
     )
     for s, end in rows:

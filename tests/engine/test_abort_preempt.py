@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from foretell.llm import LLM
 from foretell.sequence import FinishReason
-from tests import tiny
+from tests import heads, tiny
 from tests.fakes import Scripted
 from tests.faults.white_box import start, steps
 
@@ -22,6 +22,9 @@ SCHEMES = [
     "tests.fakes:Bushy,k=16",
     "tests.fakes:Mixed,k=5",
     "draft-model:weights=target,depth=4,topk=3,nodes=12",
+    f"{heads.scheme('eagle-norms')},k=3",
+    f"{heads.scheme('eagle3')},depth=3,topk=2,nodes=7",
+    f"{heads.scheme('medusa')},k=6",
 ]
 SHARED = tiny.prompts(1, seed=8)[0] * 2
 PROMPTS = [
@@ -42,8 +45,9 @@ def answers():
 
 
 def small(scheme: str, num_pages: int = 26, **options) -> LLM:
-    kib = num_pages * (2 if scheme.startswith("draft") else 1)
-    options = {"max_num_seqs": 4, "max_model_len": 100, "kv_memory": f"{kib}KiB"} | options
+    layers = {"draft-model": 4, "eagle": 3, "eagle3": 3}.get(scheme.split(":")[0], 2)
+    memory = f"{num_pages * layers * 512}B"
+    options = {"max_num_seqs": 4, "max_model_len": 100, "kv_memory": memory} | options
     llm = tiny.llm(scheme, **options)
     assert llm.engine.cache.num_pages == num_pages
     return llm

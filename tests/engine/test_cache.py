@@ -52,11 +52,19 @@ def test_uncommitted_tokens_are_never_named():
     assert cache.match(probe) == 4
 
 
-def test_lookahead_gives_one_page_less():
-    cache = PageCache(16, 4, lookahead=1)
-    fill(cache, list(range(13)), 12)
-    probe = sequence(list(range(13)))
-    assert cache.match(probe) == 8
+def test_with_lookahead_a_page_is_shared_if_the_next_token_agrees_too():
+    cache = PageCache(32, 4, lookahead=1)
+    first = fill(cache, list(range(13)), 12)
+    again, other = sequence(list(range(13))), sequence([*range(12), 99])
+    assert cache.match(again) == 12
+    assert cache.match(other) == 8
+    # The other's own third page must not hang below the first's, whose last entry is not its.
+    cache.release(other)
+    second = fill(cache, [*range(8), 77, *range(20, 30)], 18)
+    probe = sequence([*range(8), 77, *range(20, 30)])
+    assert cache.match(probe) == 16
+    assert probe.pages == second.pages[:4]
+    assert probe.pages[1] != first.pages[1]
 
 
 def test_without_prefix_caching_nothing_is_kept():

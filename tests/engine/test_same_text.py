@@ -1,11 +1,13 @@
 """The headline: whatever is drafted, by whom and how, the text is that of plain decoding."""
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretell.sequence import SamplingParams
-from tests import tiny
+from tests import heads, tiny
 from tests.fakes import Scripted
 from tests.faults.white_box import start, steps
 
@@ -18,6 +20,13 @@ SCHEMES = [
     "draft-model:weights=target,tree=eagle",
     "tests.fakes:Grown,depth=5,topk=3,nodes=20",
     "draft-model:weights=int4,tree=medusa",
+    *(f"{heads.scheme(kind)},k=3" for kind in heads.KINDS),
+    *(
+        f"{heads.scheme(kind)},depth=4,topk=3,nodes=14"
+        for kind in ("eagle-norms", "eagle3", "mtp-deepseek", "medusa")
+    ),
+    f"{heads.scheme('eagle')},tree=eagle",
+    f"{heads.scheme('medusa')},tree=medusa",
     "tests.fakes:Oracle,k=5",
     "tests.fakes:Noise,k=20",
     "tests.fakes:Hostile,k=63",
@@ -56,7 +65,7 @@ def speculative(scheme: str, name: str, weights: str = "f32", **options):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda text: re.sub(r"model=.*/", "", text))
 def test_same_text(scheme, name):
     engine = speculative(scheme, name)
     results = engine.generate(PROMPTS, SETTINGS[name])
@@ -70,7 +79,16 @@ def test_same_text(scheme, name):
 
 
 @pytest.mark.parametrize("weights", ["int8", "bf16", "int4"])
-@pytest.mark.parametrize("scheme", ["draft-model:weights=int4,k=4", "tests.fakes:Bushy,k=24"])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        "draft-model:weights=int4,k=4",
+        "tests.fakes:Bushy,k=24",
+        f"{heads.scheme('eagle-norms')},k=3",
+        f"{heads.scheme('eagle3')},depth=3,topk=2,nodes=8",
+        f"{heads.scheme('medusa')},k=6",
+    ],
+)
 def test_same_text_in_every_weight_format(scheme, weights):
     for name in ("greedy", "seeded"):
         engine = speculative(scheme, name, weights)
@@ -104,7 +122,12 @@ def test_same_text_under_any_limits(scheme, name, seqs, rows, page_size, pages, 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection", "block"])
 def test_greedy_text_does_not_depend_on_the_rule(rule):
-    for scheme in ("draft-model:weights=int4,k=4", "tests.fakes:Noise,k=12"):
+    for scheme in (
+        "draft-model:weights=int4,k=4",
+        "tests.fakes:Noise,k=12",
+        *([f"{heads.scheme('eagle3')},topk=2"] if rule != "block" else []),
+        f"{heads.scheme('mtp-mimo')},k=3",
+    ):
         engine = speculative(f"{scheme},verification={rule}", "greedy")
         assert tiny.ids(engine.generate(PROMPTS, tiny.greedy())) == plain("greedy")
 

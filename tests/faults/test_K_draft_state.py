@@ -13,7 +13,7 @@ from torch import Tensor
 from foretell.llm import LLM
 from foretell.sequence import Sequence
 from foretell.spec.drafter import Ask, Commit, Needs
-from tests import tiny
+from tests import heads, tiny
 from tests.fakes import Bushy, Scripted
 from tests.faults.white_box import Clean, cells, start, steps
 
@@ -205,12 +205,12 @@ def test_K4_features_are_those_of_a_reference_forward(rows, answers):
     assert not llm.engine.metrics.drafter_errors, llm.engine.metrics.last_drafter_error
 
 
-def test_K4_lookahead_leaves_the_last_shared_page_out(answers):
+def test_K4_with_lookahead_a_page_is_shared_if_the_next_token_agrees_too(answers):
     llm = tiny.llm(f"{__name__}:Watcher,k=4")
     prompt = list(range(2, 27))  # 6 pages and one token
     llm.generate([prompt], tiny.greedy())
-    (result,) = llm.generate([prompt], tiny.greedy())
-    assert result.stats.num_cached_tokens == 20
+    results = llm.generate([prompt, [*prompt[:24], 60]], tiny.greedy())
+    assert [result.stats.num_cached_tokens for result in results] == [24, 20]
 
 
 def traffic(llm: LLM, count: int, seed: int) -> None:
@@ -240,7 +240,15 @@ def probe(llm: LLM, prompt: list[int]) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("scheme", [f"{INT4},k=4", "prompt-lookup:k=6,ngram_min=1"])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        f"{INT4},k=4",
+        "prompt-lookup:k=6,ngram_min=1",
+        f"{heads.scheme('eagle-norms')},depth=3,topk=4,nodes=40",
+        f"{heads.scheme('medusa')},k=40",
+    ],
+)
 def test_K5_acceptance_does_not_depend_on_what_came_before(scheme, count):
     llm = tiny.llm(scheme, max_num_seqs=4, kv_memory="256KiB")
     prompt = [*tiny.prompts(1, seed=77)[0], 5, 6, 5]

@@ -1,0 +1,154 @@
+"""EAGLE: a decoder layer reads the target's hidden states and guesses the tokens behind them.
+
+Li et al., *EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty* (2401.15077);
+EAGLE-2 (2406.16858) grows another tree with the same weights.
+
+A head's slot i pairs the feature of position i with token i + 1, so its tokens run one step ahead
+of its features. `observe` runs every pair that became final with the target's own features, the
+root's pair last, and keeps the logits and the feature that come out of it. From these `propose`
+starts: the first draft token costs nothing, each further one a pass over the head's own feature,
+in scratch cells that `observe` writes over. Its features drift from the target's: that is why all
+that was accepted is run again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from foretell.config import SpeculationConfig, Weights, weight_format
+from foretell.models.head_formats import LoadedHead, load_eagle
+from foretell.models.hub import resolve
+from foretell.sequence import Sequence
+from foretell.spec.drafter import Ask, Commit, Drafter, DraftRuntime, KVGroup, Needs, run_rows
+from foretell.spec.grow_tree import Frontier, frontier_rows, grow_tree
+from foretell.spec.tree import TokenTree, roots
+from foretell.spec.tree_shape import TreeOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadOptions(TreeOptions):
+    """Options of every scheme that loads a head."""
+
+    model: str = ""
+    """Directory or hub name of the head."""
+    weights: str = ""
+    """int8, bf16, f32 or int4; by default as the target."""
+    draft_vocab: str = ""
+    """File with a list of token ids, the only ones to propose; or how many of the head's own
+    token_ranking.json. Empty is all."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.weights:
+            weight_format(self.weights)
+
+    def find(self, method: str) -> Path:
+        """Where the head is.
+
+        Raises:
+            ValueError: no option says so, or there is nothing.
+        """
+        if not self.model:
+            raise ValueError(f"{method} needs a head: {method}:model=PATH or a hub name")
+        return resolve(self.model, head=True)
+
+
+@dataclass(eq=False)
+class _Slot:
+    """How far the head's KV reaches for the sequence in one slot."""
+
+    sequence: Sequence
+    filled: int  # pairs (feature i, token i + 1) that were run: 0 .. filled - 1
+
+
+class Eagle(Drafter):
+    """Chains and trees from a head over the target's last hidden states."""
+
+    Options = HeadOptions
+    options: HeadOptions
+
+    def __init__(self, config: SpeculationConfig, runtime: DraftRuntime) -> None:
+        super().__init__(config, runtime)
+        loaded = self.load(weight_format(self.options.weights or runtime.target.weights))
+        self.head, self.vocab, sizes = loaded.head, loaded.vocab, loaded.head.config
+        self.shape = self.options.shape(config.k)
+        self.needs = Needs(
+            features=loaded.taps,
+            kv=KVGroup(
+                num_layers=sizes.num_layers,
+                num_kv_heads=sizes.num_kv_heads,
+                head_dim=sizes.head_dim,
+                dtype=loaded.kv_dtype,
+            ),
+            lookahead=1,
+            nodes=self.shape.num_nodes,
+        )
+        self._slots: dict[int, _Slot] = {}
+        size, device = runtime.max_num_seqs, runtime.device
+        width = runtime.vocab_size if self.vocab.ids is None else len(self.vocab.ids)
+        self._logits = torch.zeros(size, width, device=device)  # [slots, Vd]
+        self._features = torch.zeros(size, sizes.hidden_size, device=device)  # [slots, H]
+
+    def load(self, weights: Weights) -> LoadedHead:
+        path = self.options.find(self.config.method)
+        return load_eagle(path, self.runtime.target, weights, self.options.draft_vocab)
+
+    def observe(self, commit: Commit) -> None:
+        """Runs every pair that became final, all sequences at once."""
+        assert commit.features is not None
+        ready: list[int] = []
+        for sequence, start, tokens in zip(
+            commit.sequences, commit.starts, commit.tokens, strict=True
+        ):
+            slot = self._slots.get(sequence.slot)
+            if slot is None or slot.sequence is not sequence or slot.filled != start:
+                # What comes before are shared pages, whose pairs were written with them.
+                slot = self._slots[sequence.slot] = _Slot(sequence, start)
+            slot.filled += len(tokens) - 1
+            ready.append(slot.filled == len(sequence.tokens) - 1)
+        rows = run_rows(commit.slots, commit.starts, [tokens[1:] for tokens in commit.tokens])
+        rows.outputs[:] = [r for r, wanted in zip(rows.outputs, ready, strict=True) if wanted]
+        features = self.head.feature(commit.features)  # [sum T, H]
+        logits, following = self.runtime.forward_head(self.head, rows, features)
+        carried = [rows.slots[r] for r in rows.outputs]
+        self._logits[carried], self._features[carried] = logits, following
+
+    def propose(self, ask: Ask) -> TokenTree:
+        lengths = [len(sequence.tokens) for sequence in ask.sequences]
+        budgets = [
+            budget if self._ready(sequence) else 0
+            for sequence, budget in zip(ask.sequences, ask.budgets, strict=True)
+        ]
+        if not any(budgets):
+            return roots(ask.roots)
+        carried = [max(sequence.slot, 0) for sequence in ask.sequences]
+        slots = [sequence.slot for sequence in ask.sequences]
+        # A token pairs with the feature of the place before it, so the root's cell is one less.
+        base = [length - 2 for length in lengths]
+        features = self._features[carried]  # [B, H], then those of the last frontier
+
+        def step(frontier: Frontier) -> Tensor:
+            nonlocal features
+            rows, above = frontier_rows(slots, base, frontier), features[frontier.parents]
+            logits, features = self.runtime.forward_head(self.head, rows, above)
+            return logits
+
+        noise, first = self.runtime.sampler_noise, self._logits[carried]  # [B, Vd]
+        return grow_tree(ask, budgets, first, step, self.shape, noise, self.vocab)
+
+    def forget(self, slots: list[int]) -> None:
+        for slot in slots:
+            self._slots.pop(slot, None)
+
+    def _ready(self, sequence: Sequence) -> bool:
+        """Is what was carried over behind this sequence's root?"""
+        slot = self._slots.get(sequence.slot)
+        return (
+            slot is not None
+            and slot.sequence is sequence
+            and slot.filled == len(sequence.tokens) - 1
+        )

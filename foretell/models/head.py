@@ -1,0 +1,173 @@
+"""One configurable draft head: decoder layers over pairs of a feature and the token after it.
+
+Slot i pairs the target's hidden state of position i, the feature, with the embedding of token
+i + 1, and says what token i + 2 may be; its own hidden state is the feature of the next draft
+token. EAGLE (2401.15077), EAGLE-3 (2503.01840) and the MTP modules of DeepSeek-V3 (2412.19437)
+are this network with other parts left out:
+
+| | embedding and feature | attention reads | logits from | next feature |
+|---|---|---|---|---|
+| EAGLE | fc(cat) | the sum, no norm | the sum | the sum |
+| norm-restored, MTP | fc(cat of both normed) | its norm | its norm | its norm |
+| EAGLE-3 | fc(three features) | cat of both normed | its norm | the sum |
+
+Medusa (2401.10774) has no layer at all: each of its heads guesses one place ahead on its own.
+
+Holds no state of any request. Embedding and lm_head are the target's own wherever they can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from foretell.attention.base import Attention, Layout
+from foretell.attention.rows import add_rms_norm, rms_norm, rope_and_write, silu_mul
+from foretell.models.config import ModelConfig
+from foretell.models.linear import Embedding, Linear
+from foretell.models.rope import Rope
+
+
+@dataclass(slots=True, kw_only=True)
+class HeadLayer:
+    """Weights of one layer. ``inputs`` is H, or 2 H where it reads embedding and feature."""
+
+    input_norm: Tensor | None  # [H]
+    qkv: Linear  # inputs -> (heads + 2 * kv_heads) * D
+    o: Linear  # heads * D -> H
+    post_norm: Tensor  # [H]
+    gate_up: Linear  # H -> 2 * I
+    down: Linear  # I -> H
+    q_norm: Tensor | None = None  # [D]
+    k_norm: Tensor | None = None  # [D]
+
+
+@dataclass(slots=True, kw_only=True)
+class Fusion:
+    """Several of the target's layers into one feature: fc(cat), with norms on the parts or on
+    the whole where there are any (EAGLE-3.1)."""
+
+    fc: Linear  # taps * H_target -> H
+    part_norms: list[Tensor] = field(default_factory=list[Tensor])  # each [H_target]
+    norm: Tensor | None = None  # [taps * H_target]
+
+    def __call__(self, features: Tensor, eps: float) -> Tensor:
+        """[R, taps * H_target] -> [R, H]."""
+        if self.part_norms:
+            parts = features.chunk(len(self.part_norms), dim=1)
+            normed = [rms_norm(p, w, eps) for p, w in zip(parts, self.part_norms, strict=True)]
+            features = torch.cat(normed, dim=1)
+        if self.norm is not None:
+            features = rms_norm(features, self.norm, eps)
+        return self.fc(features)
+
+
+@dataclass(slots=True, kw_only=True)
+class Head:
+    """A head's network.
+
+    Args:
+        config: sizes and RoPE of its layers; vocab_size is the target's.
+        mix: of cat(embedding, feature), [2 H] -> [H]; None where the first layer's attention
+            reads both side by side (EAGLE-3).
+        fuse: makes the feature out of the target's tapped layers; None where one is tapped.
+        residual_normed: the first residual is the normed feature (``norm_before_residual``).
+        recycle_normed: the next feature is what the lm_head reads, not the sum before its norm.
+    """
+
+    config: ModelConfig
+    embedding: Embedding
+    layers: list[HeadLayer]
+    lm_head: Linear
+    rope: Rope
+    mix: Linear | None
+    fuse: Fusion | None = None
+    norm_embed: Tensor | None = None  # [H]
+    norm_hidden: Tensor | None = None  # [H]
+    norm_out: Tensor | None = None  # [H]
+    residual_normed: bool = False
+    recycle_normed: bool = False
+
+    @torch.inference_mode()
+    def feature(self, tapped: Tensor) -> Tensor:
+        """What `forward` takes, [R, H], of the target's tapped layers [R, taps * H_target]."""
+        return tapped if self.fuse is None else self.fuse(tapped, self.config.rms_norm_eps)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        outputs: Tensor,
+        attention: Attention,
+        layout: Layout,
+        kv: SequenceOf[tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """Runs pairs and writes their keys and values; ``attention`` is planned for ``layout``.
+
+        Args:
+            tokens: [R] the tokens after the features' positions.
+            features: [R, H] float32.
+            outputs: [O] rows whose logits and features are wanted.
+            kv: for each layer the caches [num_pages, Hkv, page_size, D] of keys and values.
+
+        Returns:
+            Logits [O, Vd] float32 and the features [O, H] of the pairs that follow.
+        """
+        config, rows = self.config, len(tokens)
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        eps, scale = config.rms_norm_eps, dim**-0.5
+        self.rope.cover(layout.positions)
+        hidden, x = self._start(self.embedding(tokens), features)
+        out: Tensor | None = None
+        for layer, (k_cache, v_cache) in zip(self.layers, kv, strict=True):
+            if out is not None:
+                assert layer.input_norm is not None
+                hidden = add_rms_norm(out, x, layer.input_norm, eps)
+            qkv = layer.qkv(hidden)  # [R, (heads + 2 * kv_heads) * D]
+            rope_and_write(
+                qkv, self.rope.cos, self.rope.sin, layout.positions, heads=heads,
+                kv_heads=kv_heads, q_norm=layer.q_norm, k_norm=layer.k_norm, eps=eps,
+                k_cache=k_cache, v_cache=v_cache, cells=layout.cells,
+            )  # fmt: skip
+            q = qkv.view(rows, -1, dim)[:, :heads]
+            seen = attention.run(q, k_cache, v_cache, scale=scale)
+            hidden = add_rms_norm(layer.o(seen.view(rows, -1)), x, layer.post_norm, eps)
+            out = layer.down(silu_mul(layer.gate_up(hidden)))
+        assert out is not None
+        x = (x + out)[outputs.long()]  # [O, H]
+        normed = x if self.norm_out is None else rms_norm(x, self.norm_out, eps)
+        return self.lm_head(normed), normed if self.recycle_normed else x
+
+    def _start(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Input of the first attention [R, H or 2 H] and the residual [R, H], to be added to."""
+        eps, first = self.config.rms_norm_eps, self.layers[0].input_norm
+        if self.norm_embed is not None:
+            embedded = rms_norm(embedded, self.norm_embed, eps)
+        normed = features
+        if self.norm_hidden is not None:
+            normed = rms_norm(features, self.norm_hidden, eps)
+        pair = torch.cat([embedded, normed], dim=1)  # [R, 2 H]
+        if self.mix is None:
+            return pair, (normed if self.residual_normed else features).clone()
+        x = self.mix(pair)
+        return (x.clone() if first is None else rms_norm(x, first, eps)), x
+
+
+@dataclass(slots=True, kw_only=True)
+class MedusaHead:
+    """Guesses one token, some places behind a hidden state: blocks x + silu(Wx + b), then a
+    projection of its own."""
+
+    blocks: list[Linear]  # H -> H
+    lm_head: Linear  # H -> Vd
+
+    @torch.inference_mode()
+    def __call__(self, x: Tensor) -> Tensor:
+        """Hidden states [R, H] behind the target's final norm -> logits [R, Vd]."""
+        for block in self.blocks:
+            x = x + torch.nn.functional.silu(block(x))
+        return self.lm_head(x)

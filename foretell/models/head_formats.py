@@ -1,0 +1,326 @@
+"""Draft heads as others publish them: EAGLE and EAGLE-3 directories, MTP layers of checkpoints.
+
+Every tensor is accounted for: one that is missing or left over is an error that names it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretell.config import Weights
+from foretell.models.checkpoint import Checkpoint, Part, Source
+from foretell.models.head import Fusion, Head, MedusaHead
+from foretell.models.head_reader import (
+    Reader,
+    count_layers,
+    draft_ids,
+    open_tensors,
+    root_of,
+    settings_of,
+    sizes,
+)
+from foretell.models.linear import Linear, make_embedding, make_linear
+from foretell.models.loader import LoadedModel
+from foretell.models.rope import Rope
+from foretell.spec.draft_vocab import DraftVocab
+
+_MEDUSA = ("medusa_head.", "medusa_heads.")
+
+
+@dataclass(frozen=True)
+class LoadedHead:
+    """A head with what its drafter has to ask of the engine."""
+
+    head: Head
+    taps: tuple[int, ...]
+    """The target's layers whose outputs it reads; -1 is the final norm's output."""
+    vocab: DraftVocab
+    """Which tokens its logits are about."""
+    kv_dtype: torch.dtype
+
+
+def load_eagle(
+    path: Path, target: LoadedModel, weights: Weights, draft_vocab: str = ""
+) -> LoadedHead:
+    """EAGLE and EAGLE-2 (yuhuili/EAGLE-*), HASS, speculators' first format, and our own, whose
+    config names its norms: ``norm_embed``, ``norm_hidden``, ``norm_attn``, ``norm_out``, and
+    ``norm_output`` where the normed state is the next feature.
+
+    Raises:
+        ValueError: a tensor is missing, left over or of another shape, or the head was made for
+            another target.
+    """
+    settings, reader = settings_of(path), Reader(open_tensors(path), weights)
+    names = reader.checkpoint
+    root = root_of(names)
+    first = "transformer." if f"{root}transformer.mlp.down_proj.weight" in names else "layers.0."
+    config = sizes(settings, reader.path, target, count_layers(names, root))
+    hidden = config.hidden_size
+    if hidden != target.config.hidden_size:
+        raise ValueError(
+            f"{path}: made for a target of hidden size {hidden}, "
+            f"this one has {target.config.hidden_size}"
+        )
+    restored = bool(settings.get("layernorms"))  # speculators: embedding, attention, lm_head
+    para = bool(settings.get("add_para_norm"))  # HASS: embedding, feature
+    flag = lambda name, default: bool(settings.get(name, default))  # noqa: E731
+
+    def norm(wanted: bool, *aliases: str) -> Tensor | None:
+        found = next((name for name in aliases if f"{root}{name}.weight" in names), aliases[0])
+        return reader.norm(root + found, hidden) if wanted else None
+
+    fc = "fusion_fc" if f"{root}fusion_fc.weight" in names else "fc"
+    # A published config without the key means that there is one (Llama 2, Vicuna, Qwen2).
+    bias = flag("fusion_bias", False) if fc == "fusion_fc" else flag("bias", True)
+    names.skip(f"{root}embed_tokens.weight")
+    layers = [reader.layer(root + first, config, norm=flag("norm_attn", restored))]
+    for i in range(1, config.num_layers):
+        layers.append(reader.layer(f"{root}layers.{i}.", config))
+    ids = draft_ids(draft_vocab, path, target.config.vocab_size)
+    head = Head(
+        config=config,
+        embedding=target.model.embedding,
+        layers=layers,
+        lm_head=target.model.lm_head if ids is None else target.model.lm_head.rows(ids),
+        rope=Rope(config),
+        mix=reader.linear({root + fc: hidden}, 2 * hidden, bias=bias),
+        norm_embed=norm(flag("norm_embed", restored or para), "embedding_layernorm"),
+        norm_hidden=norm(flag("norm_hidden", para), "hidden_states_layernorm"),
+        norm_out=norm(flag("norm_out", restored), "norm", "pre_lm_head_layernorm"),
+        recycle_normed=flag("norm_output", False),
+    )
+    names.finish()
+    vocab = DraftVocab(target.config.vocab_size, ids)
+    return LoadedHead(head, (-1,), vocab, target.kv_dtype)
+
+
+def load_eagle3(
+    path: Path, target: LoadedModel, weights: Weights, draft_vocab: str = ""
+) -> LoadedHead:
+    """EAGLE-3 and 3.1: SafeAILab, SpecForge, speculators (``transformer_layer_config``).
+
+    Raises:
+        ValueError: as `load_eagle`, or a setting that would not be computed faithfully.
+    """
+    settings, reader = settings_of(path), Reader(open_tensors(path), weights)
+    names, take = reader.checkpoint, reader.checkpoint.take
+    root = root_of(names)
+    middle = any(name.startswith(f"{root}midlayer.") for name in names)
+    first = f"{root}midlayer." if middle else f"{root}layers.0."
+    config = sizes(settings, reader.path, target, count_layers(names, root))
+    hidden, vocab = config.hidden_size, target.config.vocab_size
+    taps = _taps(settings, target.config.num_layers, path)
+    fc_norm, norm_before_fc = bool(settings.get("fc_norm")), bool(settings.get("norm_before_fc"))
+    if fc_norm and norm_before_fc:
+        raise ValueError(f"{path}: the config sets both fc_norm and norm_before_fc")
+    width = target.config.hidden_size
+    fuse = Fusion(
+        fc=reader.linear({f"{root}fc": hidden}, len(taps) * width),
+        part_norms=[reader.norm(f"{root}fc_norm.{i}", width) for i in range(len(taps)) if fc_norm],
+        norm=reader.norm(f"{root}input_norm", len(taps) * width) if norm_before_fc else None,
+    )
+    table = f"{root}embed_tokens.weight"
+    if hidden == width:  # some exporters save a random one
+        names.skip(table)
+        embedding = target.model.embedding
+    else:
+        embedding, _ = make_embedding(weights, take(table, vocab, hidden), None)
+    ids = _d2t(names, settings, vocab)
+    wanted = draft_ids(draft_vocab, path, vocab)
+    if (own := "lm_head.weight") not in names:
+        ids = ids if wanted is None else wanted
+        lm_head = target.model.lm_head if ids is None else target.model.lm_head.rows(ids)
+    else:
+        weight = take(own, vocab if ids is None else len(ids), hidden)
+        weight, ids = rows_of(weight, ids, wanted, vocab)
+        lm_head = make_linear(weights, weight)
+    layers = [reader.layer(first, config, wide=True, norm=False)]
+    for i in range(1, config.num_layers):
+        layers.append(reader.layer(f"{root}layers.{i}.", config))
+    head = Head(
+        config=config,
+        embedding=embedding,
+        layers=layers,
+        lm_head=lm_head,
+        rope=Rope(config),
+        mix=None,
+        fuse=fuse,
+        norm_embed=reader.norm(f"{first}input_layernorm", hidden),
+        norm_hidden=reader.norm(f"{first}hidden_norm", hidden),
+        norm_out=reader.norm(f"{root}norm", hidden),
+        # Readers of speculators' directories take an absent key as true, others as false.
+        residual_normed=bool(
+            settings.get("norm_before_residual", "speculators_model_type" in settings)
+        ),
+        recycle_normed=bool(settings.get("norm_output")),
+    )
+    names.finish()
+    return LoadedHead(head, taps, DraftVocab(vocab, ids), target.kv_dtype)
+
+
+def load_mtp(
+    path: Path,
+    target: LoadedModel,
+    weights: Weights,
+    draft_vocab: str = "",
+    *,
+    recycle_normed: bool = True,
+) -> LoadedHead:
+    """The first MTP module of a checkpoint, beside whatever else it holds: DeepSeek-V3's layout
+    over a dense layer, Qwen3-Next's (``mtp.``) and MiMo's (``model.mtp_layers.``).
+
+    Raises:
+        ValueError: there is none, or a tensor of it is missing, left over or of another shape.
+    """
+    source = open_tensors(path)
+    layout, prefix = _mtp_layout(source)
+    qwen, mimo = layout == "qwen", layout == "mimo"
+    reader = Reader(Part(source, prefix), weights, zero_centred=qwen)
+    names, config = reader.checkpoint, replace(target.config, num_layers=1, windows=None)
+    block = f"{prefix}layers.0." if qwen else prefix
+    inner = names.shape(f"{block}mlp.gate_proj.weight")[0]  # dense layers may differ in it
+    config = replace(config, intermediate_size=inner, attention_bias=False, qk_norm=False)
+    hidden, vocab = config.hidden_size, config.vocab_size
+    embed, feature, mix, out = {
+        "deepseek": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+        "qwen": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+        "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+    }[layout]
+    weight = names.take(f"{prefix}{mix}.weight", hidden, 2 * hidden)
+    if mimo:  # it was trained on cat(feature, embedding)
+        weight = torch.cat([weight[:, hidden:], weight[:, :hidden]], dim=1)
+    for copied in ("embed_tokens.weight", "shared_head.head.weight"):  # copies of the target's
+        names.skip(prefix + copied)
+    ids = draft_ids(draft_vocab, path, vocab)
+    head = Head(
+        config=config,
+        embedding=target.model.embedding,
+        layers=[reader.layer(block, config)],
+        lm_head=target.model.lm_head if ids is None else target.model.lm_head.rows(ids),
+        rope=Rope(config),
+        mix=make_linear(weights, weight),
+        norm_embed=reader.norm(prefix + embed, hidden),
+        norm_hidden=reader.norm(prefix + feature, hidden),
+        norm_out=reader.norm(prefix + out, hidden),
+        recycle_normed=recycle_normed,
+    )
+    names.finish()
+    return LoadedHead(head, (-1,), DraftVocab(vocab, ids), target.kv_dtype)
+
+
+def load_medusa(
+    path: Path, target: LoadedModel, weights: Weights, draft_vocab: str = ""
+) -> tuple[list[MedusaHead], DraftVocab]:
+    """Medusa heads: the authors' state dicts (``0.0.linear.weight``), the same inside a merged
+    checkpoint (``medusa_head.``), and vLLM's (``blocks.0.layers.0.weight``). Heads and layers are
+    counted: configs are known to be wrong.
+
+    Raises:
+        ValueError: as `load_eagle`.
+    """
+    source = open_tensors(path)
+    merged = next((p for p in _MEDUSA if any(n.startswith(p) for n in source.shapes)), "")
+    reader = Reader(Part(source, merged), weights)
+    names, take = reader.checkpoint, reader.checkpoint.take
+    hidden, vocab = target.config.hidden_size, target.config.vocab_size
+    vllm = f"{merged}blocks.0.layers.0.weight" in names
+    block = f"{merged}blocks.{{}}.layers.{{}}" if vllm else f"{merged}{{}}.{{}}.linear"
+    ids = None
+    if f"{merged}token_map" in names:
+        name = f"{merged}token_map"
+        ids = names.take_any(name, *names.shape(name)).long()
+    known = vocab if ids is None else len(ids)
+    wanted = draft_ids(draft_vocab, path, vocab)
+    heads: list[MedusaHead] = []
+    while f"{block.format(len(heads), 0)}.weight" in names:
+        i, blocks = len(heads), list[Linear]()
+        depth = 0
+        while f"{(own := block.format(i, depth))}.weight" in names:
+            biased = not vllm or f"{own}.bias" in names
+            blocks.append(reader.linear({own: hidden}, hidden, bias=biased))
+            depth += 1
+        out = f"{merged}lm_heads.{i}.weight" if vllm else f"{merged}{i}.{depth}.weight"
+        if vllm and out not in names and ids is None:  # all share the target's
+            lm_head = target.model.lm_head if wanted is None else target.model.lm_head.rows(wanted)
+        else:
+            lm_head = make_linear(weights, rows_of(take(out, known, hidden), ids, wanted, vocab)[0])
+        heads.append(MedusaHead(blocks=blocks, lm_head=lm_head))
+    if not heads:
+        raise ValueError(f"{path}: no Medusa head here, tensor {block.format(0, 0)}.weight")
+    if wanted is not None:
+        ids = wanted if ids is None else wanted[torch.isin(wanted, ids)]
+    names.skip(f"{merged}lm_head.weight")
+    names.finish()
+    return heads, DraftVocab(vocab, ids)
+
+
+def rows_of(
+    weight: Tensor, ids: Tensor | None, wanted: Tensor | None, vocab_size: int
+) -> tuple[Tensor, Tensor | None]:
+    """Those rows of an output projection [Vd, H] that are wanted and there, and their ids.
+
+    Args:
+        ids: [Vd] the tokens of the rows; None: all, in order.
+        wanted: [N] the tokens to keep; None: all that are there.
+    """
+    if wanted is None:
+        return weight, ids
+    place = torch.full((vocab_size,), -1)
+    place[torch.arange(vocab_size) if ids is None else ids] = torch.arange(len(weight))
+    wanted = wanted[place[wanted] >= 0]
+    return weight[place[wanted]], wanted
+
+
+def _taps(settings: dict[str, Any], num_layers: int, path: Path) -> tuple[int, ...]:
+    """Layers whose outputs the head reads. Files count either the layers' outputs or the inputs
+    of those behind them; a list that begins with 1 is of the first kind (as SGLang has it)."""
+    inputs = [2, num_layers // 2, num_layers - 3]
+    given = settings.get("eagle_aux_hidden_state_layer_ids") or inputs
+    if settings.get("use_aux_hidden_state") is False:
+        raise ValueError(f"{path}: use_aux_hidden_state=false is not supported")
+    taps = tuple(given) if given[0] == 1 else tuple(i - 1 for i in given)
+    if not all(0 <= tap < num_layers for tap in taps):
+        raise ValueError(f"{path}: layers {given} of a target that has {num_layers}")
+    return taps
+
+
+def _d2t(names: Checkpoint, settings: dict[str, Any], vocab_size: int) -> Tensor | None:
+    """Target ids of the draft vocabulary; ``d2t`` holds them less their own place.
+
+    Raises:
+        ValueError: d2t is missing, or it and t2d disagree.
+    """
+    size = settings.get("draft_vocab_size") or vocab_size
+    if "d2t" not in names and size == vocab_size:
+        names.skip("t2d")
+        return None
+    try:
+        ids = DraftVocab.from_offsets(names.take_any("d2t", size), vocab_size).ids
+    except ValueError as error:
+        raise ValueError(f"d2t is not a table of offsets: {error}") from None
+    assert ids is not None
+    if "t2d" in names:
+        known = names.take_any("t2d", vocab_size).bool()
+        if not torch.equal(known.nonzero()[:, 0], ids.sort().values):
+            raise ValueError("d2t and t2d name different tokens: is d2t a table of offsets?")
+    return ids
+
+
+def _mtp_layout(source: Source) -> tuple[str, str]:
+    """Which layout the MTP module has, and the prefix of its tensors."""
+    for name in sorted(source.shapes):
+        if match := re.fullmatch(r"(model\.layers\.\d+\.)eh_proj\.weight", name):
+            return "deepseek", match[1]
+    if "mtp.fc.weight" in source.shapes:
+        return "qwen", "mtp."
+    if "model.mtp_layers.0.input_proj.weight" in source.shapes:
+        return "mimo", "model.mtp_layers.0."
+    raise ValueError(
+        f"{source.path}: no MTP module here (eh_proj, mtp.fc or mtp_layers.0.input_proj)"
+    )
