@@ -6,7 +6,8 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+
+from foretell.attention.jit import intrinsic
 
 _LINE = 64
 """Bytes of a cache line."""

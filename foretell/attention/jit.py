@@ -17,10 +17,14 @@ from typing import Any
 
 import llvmlite
 import numba
+import numba.extending
 from numba import config
 
 from foretell.config import home
 
+intrinsic: Any = numba.extending.intrinsic
+carray: Any = numba.carray  # pyright: ignore[reportPrivateImportUsage]
+"""Numba's own, whose types do not tell what compiled code passes."""
 _PACKAGE = Path(__file__).parents[1]
 
 

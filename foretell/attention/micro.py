@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from foretell.attention.code import (
     FLOATS,
@@ -33,6 +32,7 @@ from foretell.attention.code import (
     unpack,
     words,
 )
+from foretell.attention.jit import intrinsic
 
 BLOCK = 32
 """Keys reduced together. Changing it changes the last bits of every result."""

@@ -12,10 +12,9 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from foretell.attention.code import I64
-from foretell.attention.jit import jit
+from foretell.attention.jit import intrinsic, jit
 
 LINE = 64
 """Bytes between two words that threads write: each in a cache line of its own."""

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, types
-from numba.extending import intrinsic
+from numba import types
 from numpy.lib.stride_tricks import as_strided
 
-from foretell.attention.jit import jit
+from foretell.attention.jit import carray, intrinsic, jit
 from foretell.attention.kernels import attend_any
 from foretell.attention.row_kernels import add_row, norm_row, rope_and_write_any, silu_row
 from foretell.attention.together import LINE, fetch_add, meet, ticks

@@ -9,7 +9,6 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from foretell.attention.code import (
     F32,
@@ -24,6 +23,7 @@ from foretell.attention.code import (
     to_halves,
     words,
 )
+from foretell.attention.jit import intrinsic
 from foretell.config import Weights
 from foretell.models.quant import GROUP
 from foretell.models.tiles import kind_of

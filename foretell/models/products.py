@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, types
-from numba.extending import intrinsic
+from numba import types
 
-from foretell.attention.jit import callback, jit
+from foretell.attention.jit import callback, carray, intrinsic, jit
 from foretell.attention.together import LINE, fetch_add, meet
 from foretell.config import Weights
 from foretell.models.fitting import fit

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from foretell.attention.code import (
     F32,
@@ -34,6 +33,7 @@ from foretell.attention.code import (
     integer,
     words,
 )
+from foretell.attention.jit import intrinsic
 from foretell.config import Weights
 from foretell.models.quant import GROUP, PANEL
 
@@ -48,7 +48,8 @@ class _Tile:
     def __init__(
         self, code: Code, kind: Weights, rows: int, lines: int, arguments: list[Any]
     ) -> None:
-        self.code, self.kind, self.rows, self.lines = code, kind, rows, lines
+        self.code, self.rows, self.lines = code, rows, lines
+        self.kind: Weights = kind
         b = code.b
         byte = _I8.as_pointer()
         x, stride, weights, padded, scale, bias, out, out_stride, ahead = arguments
@@ -172,7 +173,7 @@ class _Tile:
         return totals
 
 
-LIKE = {
+LIKE: dict[Weights, np.ndarray] = {
     "f32": np.empty(0, np.float32),
     "bf16": np.empty(0, np.uint16),
     "int8": np.empty(0, np.int8),

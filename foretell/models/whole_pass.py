@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import torch
@@ -152,6 +152,6 @@ def whole_pass(decoder: Decoder) -> WholePass | None:
     return WholePass(decoder, embedding.table, lm_head)
 
 
-def can_run(attention: Attention, kv: SequenceOf[tuple[Tensor, Tensor]]) -> bool:
+def can_run(attention: Attention, kv: SequenceOf[tuple[Tensor, Tensor]]) -> TypeGuard[CpuAttention]:
     """Whether attention and caches are those that the compiled pass has in it."""
     return isinstance(attention, CpuAttention) and kv[0][0].is_cpu
