@@ -18,6 +18,8 @@ class Source(Protocol):
     """A file or directory of tensors under Hugging Face's names."""
 
     path: Path
+    files: list[Path]
+    """All that tensors and their shapes come from."""
     shapes: dict[str, tuple[int, ...]]
 
     def read(self, name: str) -> Tensor:
@@ -107,6 +109,7 @@ class Safetensors:
                 raise ValueError(f"{path}: several .safetensors files but no {index.name}")
         if not files:
             raise ValueError(f"{path}: no .safetensors file here; convert the checkpoint first")
+        self.files = [path / "config.json", *files]
         for file in files:
             self._scan(file)
         if missing := sorted(named - set(self.shapes)):
