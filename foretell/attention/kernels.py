@@ -16,6 +16,7 @@ import numba
 import numpy as np
 from numba import float32, int32, int64, njit, types, uint16, uint32
 
+from foretell.attention.compiling import watch
 from foretell.attention.fetch import fetch
 from foretell.attention.micro import BLOCK, CHUNK, PAIRS, SLACK, step, transpose, widen
 
@@ -33,6 +34,7 @@ def _can_cache() -> bool:
     return True
 
 
+watch()
 FLAGS = {"nogil": True, "error_model": "numpy", "cache": _can_cache()}
 _step1, _step2, _step3, _step4 = (step(pairs) for pairs in (1, 2, 3, PAIRS))
 _LOG2E = np.float32(1.4426950408889634)
