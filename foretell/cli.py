@@ -224,6 +224,7 @@ def _open(config: EngineConfig) -> LLM:
     try:
         llm = _load(config)
     finally:
+        gc.freeze()  # nor later: the next full collection would look through all of it
         gc.enable()
     if llm.tokenizer is None:
         raise ValueError(f"{config.model} comes without a tokenizer: use foretell.LLM with ids")

@@ -20,6 +20,7 @@ import numba
 import numba.extending
 from numba import config
 
+from foretell.attention.compiling import watch
 from foretell.config import home
 
 intrinsic: Any = numba.extending.intrinsic
@@ -47,6 +48,7 @@ def _writable(directory: Path) -> bool:
     return True
 
 
+watch()
 _root = os.environ.get("NUMBA_CACHE_DIR") or home() / "kernels"
 _directory = Path(_root) / _digest()
 _cached = _writable(_directory)

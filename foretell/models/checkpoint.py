@@ -19,6 +19,8 @@ class Source(Protocol):
     """A file or directory of tensors under Hugging Face's names."""
 
     path: Path
+    files: list[Path]
+    """All that tensors and their shapes come from."""
     shapes: dict[str, tuple[int, ...]]
 
     def read(self, name: str) -> Tensor:
@@ -129,6 +131,7 @@ class Safetensors:
                 raise ValueError(f"{path}: several .safetensors files but no {index.name}")
         if not files:
             raise ValueError(f"{path}: no .safetensors file here; convert the checkpoint first")
+        self.files = [path / "config.json", *files]
         for file in files:
             self._scan(file)
         if missing := sorted(named - set(self.shapes)):
@@ -166,7 +169,7 @@ class TorchFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.files = path, [path]
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
             self._tensors = {name: tensor for name, tensor in state.items() if tensor is not None}
@@ -183,7 +186,7 @@ class Part:
     """Those tensors of a source whose names begin with a prefix."""
 
     def __init__(self, source: Source, prefix: str) -> None:
-        self.path = source.path
+        self.path, self.files = source.path, source.files
         self.shapes = {n: shape for n, shape in source.shapes.items() if n.startswith(prefix)}
         self.read = source.read
 

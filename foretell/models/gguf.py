@@ -59,6 +59,7 @@ class GGUF:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.files = [path]
         try:
             self._header = header = Header(path)
         except FileNotFoundError:
@@ -108,7 +109,7 @@ class GGUF:
                 f"{self.path}: tensor {tensor.name} is {kind.name}, which cannot be "
                 "read; use a file in Q8_0, Q4_K_M, Q4_0, Q4_1, F16 or BF16"
             ) from None
-        out = torch.from_numpy(np.array(values, dtype=np.float32)).view(tensor.shape)
+        out = torch.from_numpy(np.require(values, np.float32, "W")).view(tensor.shape)
         if self._permuted and (heads := self._heads(name)):
             # llama.cpp keeps the two halves of a head's rotary pairs side by side.
             out = out.view(heads, -1, 2, *out.shape[1:]).transpose(1, 2).reshape(out.shape)

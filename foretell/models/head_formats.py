@@ -25,7 +25,7 @@ from foretell.models.head_reader import (
     settings_of,
     sizes,
 )
-from foretell.models.linear import Linear, make_embedding, make_linear
+from foretell.models.linear import Linear, PackedEmbedding, make_linear
 from foretell.models.loader import LoadedModel
 from foretell.models.rope import Rope
 from foretell.spec.draft_vocab import DraftVocab
@@ -130,7 +130,8 @@ def load_eagle3(
         names.skip(table)
         embedding = target.model.embedding
     else:
-        embedding, _ = make_embedding(weights, take(table, vocab, hidden), None)
+        whole = "int8" if weights == "int4" else weights
+        embedding = PackedEmbedding(make_linear(whole, take(table, vocab, hidden)))
     ids = _d2t(names, settings, vocab)
     wanted = draft_ids(draft_vocab, path, vocab)
     if (own := "lm_head.weight") not in names:

@@ -136,18 +136,3 @@ def make_linear(weights: Weights, weight: Tensor, bias: Tensor | None = None) ->
     """Puts weight [N, K] (any float dtype) into a format; bias [N] stays float32."""
     shape = (weight.shape[0], weight.shape[1])
     return PackedLinear(weights, pack(weights, weight), shape, bias)
-
-
-def make_embedding(
-    weights: Weights, table: Tensor, head: Tensor | None
-) -> tuple[Embedding, PackedLinear]:
-    """Embedding and output projection, in int8 where the rest is int4: they decide the most.
-
-    Args:
-        table: [V, H] any float dtype.
-        head: [V, H], or None where both are one tensor, which is then kept once.
-    """
-    weights = "int8" if weights == "int4" else weights
-    embedding = make_linear(weights, table)
-    lm_head = embedding if head is None else make_linear(weights, head)
-    return PackedEmbedding(embedding), lm_head

@@ -1,0 +1,163 @@
+"""A checkpoint's tensors put into a weight format, one layer at a time, and a decoder of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from foretell.config import Weights
+from foretell.models.checkpoint import Checkpoint, Source, join
+from foretell.models.config import ModelConfig
+from foretell.models.decoder import Decoder, Layer
+from foretell.models.linear import PackedEmbedding, PackedLinear
+from foretell.models.quant import Packed, pack
+from foretell.models.rope import Rope
+
+_OUTPUTS = {
+    "qkv": ("self_attn", ("q", "k", "v")),
+    "o": ("self_attn", ("o",)),
+    "gate_up": ("mlp", ("gate", "up")),
+    "down": ("mlp", ("down",)),
+}
+"""Products of a layer: their block in a checkpoint and the matrices that are one here."""
+
+
+def convert(
+    source: Source,
+    config: ModelConfig,
+    weights: Weights,
+    advance: Callable[[int], None] = lambda count: None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields names and tensors for `assemble`. Only what is being converted is in memory.
+
+    Raises:
+        ValueError: a tensor is missing, left over, of another shape or not finite.
+    """
+    checkpoint = Checkpoint(source)
+    _skip_mtp(checkpoint)
+    hidden = config.hidden_size
+    for name, tensor in _ends(checkpoint, config):
+        yield from _packed(name, _outer(weights), tensor)
+        del tensor  # as large as all else
+    advance(1)
+    for i in range(config.num_layers):
+        yield from _layer(checkpoint, config, weights, i)
+        advance(1)
+    yield "norm", checkpoint.take("model.norm.weight", hidden).float()
+    if "rope_freqs.weight" in checkpoint:
+        yield "rope_factors", checkpoint.take("rope_freqs.weight", config.head_dim // 2).float()
+    checkpoint.finish()
+
+
+def _skip_mtp(checkpoint: Checkpoint) -> None:
+    """Leaves multi-token prediction modules out: layers with an ``eh_proj``, and other names."""
+    prefixes = ["mtp.", "model.mtp_layers."]
+    prefixes += [name.removesuffix("eh_proj.weight") for name in checkpoint if "eh_proj" in name]
+    for name in checkpoint:
+        if name.startswith(tuple(prefixes)):
+            checkpoint.skip(name)
+
+
+def assemble(
+    config: ModelConfig,
+    weights: Weights,
+    tensors: Mapping[str, Tensor],
+    max_model_len: int | None = None,
+) -> Decoder:
+    """The decoder of what `convert` made; it keeps the tensors without a copy."""
+    hidden, vocab = config.hidden_size, config.vocab_size
+
+    def linear(name: str, kind: Weights, outputs: int, inputs: int) -> PackedLinear:
+        packed = Packed(tensors[f"{name}.weights"], tensors[f"{name}.scale"])
+        return PackedLinear(kind, packed, (outputs, inputs), tensors.get(f"{name}.bias"))
+
+    def layer(i: int) -> Layer:
+        at = f"layers.{i}"
+        return Layer(
+            input_norm=tensors[f"{at}.input_layernorm"],
+            **{
+                name: linear(f"{at}.{name}", weights, sum(outputs), inputs)
+                for name, (outputs, inputs) in _shapes(config).items()
+            },
+            post_norm=tensors[f"{at}.post_attention_layernorm"],
+            q_norm=tensors.get(f"{at}.self_attn.q_norm"),
+            k_norm=tensors.get(f"{at}.self_attn.k_norm"),
+            window=config.window(i),
+        )
+
+    table = linear("embedding", _outer(weights), vocab, hidden)
+    tied = config.tie_embeddings
+    return Decoder(
+        config,
+        PackedEmbedding(table),
+        [layer(i) for i in range(config.num_layers)],
+        tensors["norm"],
+        table if tied else linear("lm_head", _outer(weights), vocab, hidden),
+        Rope(config, tensors.get("rope_factors"), max_model_len),
+    )
+
+
+def _outer(weights: Weights) -> Weights:
+    """The format of embedding and output projection: they decide the most, and stay int8."""
+    return "int8" if weights == "int4" else weights
+
+
+def _ends(checkpoint: Checkpoint, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Embedding, and output projection where it is another tensor. Some tied checkpoints hold it
+    too."""
+    shape = (config.vocab_size, config.hidden_size)
+    table = checkpoint.take("model.embed_tokens.weight", *shape)
+    same = config.tie_embeddings
+    if same and "lm_head.weight" in checkpoint:
+        same = torch.equal(checkpoint.take("lm_head.weight", *shape), table)
+        if not same:
+            raise ValueError(
+                "lm_head.weight differs from the embedding, though the config ties the two; "
+                "set tie_word_embeddings to false in config.json if that is meant"
+            )
+    yield "embedding", table
+    del table
+    if not same:
+        yield "lm_head", checkpoint.take("lm_head.weight", *shape)
+
+
+def _shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Outputs, matrix by matrix, and inputs of a layer's products."""
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv = config.num_heads * dim, config.num_kv_heads * dim
+    return {
+        "qkv": ((q, kv, kv), hidden),
+        "o": ((hidden,), q),
+        "gate_up": ((inner, inner), hidden),
+        "down": ((hidden,), inner),
+    }
+
+
+def _layer(
+    checkpoint: Checkpoint, config: ModelConfig, weights: Weights, i: int
+) -> Iterator[tuple[str, Tensor]]:
+    prefix = f"model.layers.{i}."
+    biased = {"qkv": config.attention_bias, "o": config.o_bias}
+    for product, (outputs, inputs) in _shapes(config).items():
+        block, parts = _OUTPUTS[product]
+        sizes = {
+            f"{prefix}{block}.{part}_proj": size for part, size in zip(parts, outputs, strict=True)
+        }
+        weight = [checkpoint.take(f"{n}.weight", size, inputs) for n, size in sizes.items()]
+        yield from _packed(f"layers.{i}.{product}", weights, join(weight))
+        if biased.get(product, config.mlp_bias):
+            bias = [checkpoint.take(f"{n}.bias", size) for n, size in sizes.items()]
+            yield f"layers.{i}.{product}.bias", join(bias).float()
+    norms = {"input_layernorm": config.hidden_size, "post_attention_layernorm": config.hidden_size}
+    if config.qk_norm:
+        norms |= {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
+    for name, size in norms.items():
+        yield f"layers.{i}.{name}", checkpoint.take(f"{prefix}{name}.weight", size).float()
+
+
+def _packed(name: str, kind: Weights, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    packed = pack(kind, weight)
+    yield f"{name}.weights", packed.weights
+    yield f"{name}.scale", packed.scale
