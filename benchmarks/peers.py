@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,10 +32,10 @@ CONTEXTS = (60, 2000)
 
 
 def turns(cell: str, prompts: dict[str, list[list[int]]]) -> list[list[list[int]]]:
-    """What is asked at once, turn by turn."""
+    """What is asked at once, turn by turn, in one round."""
     if cell == "batch":
-        return [(prompts["chat"] * 2)[:CONCURRENT]]
-    return [[prompt] for prompt in prompts[cell]]
+        return [(prompts["chat"] * 2)[:CONCURRENT]] * 2
+    return [[prompt] for prompt in prompts[cell]] * (1 if cell == "chat" else 2)
 
 
 def measure(
@@ -105,7 +104,12 @@ def main() -> None:
     if given.json and given.json.exists():
         results = json.loads(given.json.read_text())
     cells = [cell for cell in given.cells if cell != "none"]
-    workers = start(given.model, given.threads, given.peer_python, given.folder) if cells else []
+    workers: list[Worker] = []
+    try:
+        if cells:
+            workers = start(given.model, given.threads, given.peer_python, given.folder)
+    except ValueError as error:
+        parser.error(str(error))
     try:
         for worker in workers:
             results["about"][worker.name] = worker.ask("about")
@@ -121,8 +125,8 @@ def main() -> None:
                 results["cells"][f"{cell} {weights}"] = found
                 if given.json:  # what is measured stays, whatever comes next
                     given.json.write_text(json.dumps(results, indent=1))
-    except (KeyboardInterrupt, subprocess.SubprocessError):
-        console.print("stopped: the cells measured so far are shown", style="yellow")
+    except (KeyboardInterrupt, RuntimeError) as error:
+        console.print(f"stopped ({error}): the cells so far are shown", style="yellow")
     finally:
         for worker in workers:
             worker.close()

@@ -6,12 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from foretell.models.hub import resolve
-
-from . import hf_directory
 
 HERE = Path(__file__).parent
 PEERS = {"llama.cpp": ("llama_cpp", "run_llamacpp.py"), "OpenVINO": ("openvino", "run_openvino.py")}
@@ -22,12 +21,13 @@ class Worker:
 
     def __init__(self, name: str, command: list[str]) -> None:
         self.name = name
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (as long as the process)
         package = str(HERE.parent.parent)  # the foretell beside this script, installed or not
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self.log,
             text=True,
             env=os.environ | ({"PYTHONPATH": package} if name == "foretell" else {}),
         )
@@ -45,7 +45,9 @@ class Worker:
         except BrokenPipeError:
             line = ""
         if not line:
-            raise RuntimeError(f"its process ended (exit {self.process.wait()})")
+            self.log.seek(0)
+            last = (self.log.read().strip() or "no message").splitlines()[-1]
+            raise RuntimeError(f"its process ended with {self.process.wait()}: {last}")
         answer = json.loads(line)
         if isinstance(answer, dict) and "error" in answer:
             raise RuntimeError(answer["error"])
@@ -75,6 +77,8 @@ def start(model: str, threads: int, pythons: list[Path], folder: Path | None) ->
             script = str(HERE / PEERS[name][1])
             given = source
             if name == "OpenVINO":
+                from . import hf_directory  # imports transformers
+
                 given = hf_directory.write(source, folder / f"{source.stem}-hf")
             workers.append(
                 Worker(name, [str(python), script, str(given), str(threads), str(folder)])

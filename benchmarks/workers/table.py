@@ -25,14 +25,14 @@ def _throughput(record: dict[str, Any]) -> float:
     return record["tokens"] / record["all"]
 
 
-ROWS: tuple[tuple[str, str, str, Value, bool], ...] = (
-    ("chat", "chat", "tok/s", _decoding, True),
-    ("long", "after 1000", "tok/s", _decoding, True),
-    ("long", "first token", "ms", _first, False),
-    ("batch", "8 at once", "tok/s", _throughput, True),
-    ("copy", "lookup", "tok/s", _decoding, True),
+ROWS: tuple[tuple[str, str, Value, bool], ...] = (
+    ("chat", "chat tok/s", _decoding, True),
+    ("long", "after 1000 tok/s", _decoding, True),
+    ("long", "first token ms", _first, False),
+    ("batch", "8 at once tok/s", _throughput, True),
+    ("copy", "lookup tok/s", _decoding, True),
 )
-"""Cell, name, unit, value of an answer, and whether more is better."""
+"""Cell, name, value of an answer, and whether more is better."""
 TARGETS = {"int8": 1.3, "bf16": 1.0}
 """Times the peer's speed, plain decoding."""
 
@@ -49,35 +49,24 @@ def ratio(records: list[dict[str, Any]], peer: str, value: Value, more: bool) ->
 
 
 def lines(results: dict[str, Any]) -> list[list[str]]:
-    """Rows of the comparison: what, weights, foretell, then speed and ratio of each peer."""
+    """Rows of the comparison: what, foretell, then speed and ratio of each peer."""
     out: list[list[str]] = []
-    for cell, name, unit, value, more in ROWS:
-        for weights in ("int8", "bf16", "int4"):
+    for weights in ("int8", "bf16", "int4"):
+        for cell, name, value, more in ROWS:
             found = results["cells"].get(f"{cell} {weights}")
             if not found or not found["records"]:
                 continue
             records = found["records"]
-            row = [f"{name} {unit}", weights, _median(records, "foretell", value)]
+            row = [f"{weights} {name}", _median(records, "foretell", value)]
             for peer in PEERS:
                 times = ratio(records, peer, value, more)
                 row += [_median(records, peer, value), "" if times is None else f"{times:.2f}"]
-            row += [_target(cell, weights, unit), f"{found['others']:.0%}"]
-            out.append(row)
+            out.append([*row, _target(cell, weights, more), f"{found['others']:.0%}"])
     return out
 
 
-HEADINGS = (
-    "cell",
-    "weights",
-    "foretell",
-    "llama.cpp",
-    "ratio",
-    "OpenVINO",
-    "ratio",
-    "goal",
-    "others",
-)
-OWN = ("weights", "context", "1 row ms", "4", "8", "16", "chain 32", "tree 32", "tree/chain")
+HEADINGS = ("", "foretell", "llama.cpp", "x", "OpenVINO", "x", "goal", "busy")
+OWN = ("pass at", "1 row ms", "4", "8", "16", "chain 32", "tree 32", "tree/chain")
 
 
 def own(results: dict[str, Any]) -> list[list[str]]:
@@ -88,7 +77,7 @@ def own(results: dict[str, Any]) -> list[list[str]]:
             for context, cost in found["contexts"].items():
                 names = ("4", "8", "16", "chain 32", "tree 32", "tree/chain")
                 ratios = [f"{cost['ratio'][name]:.2f}" for name in names]
-                out.append([key.split()[1], context, f"{cost['ms']['1']:.2f}", *ratios])
+                out.append([f"{key.split()[1]} {context}", f"{cost['ms']['1']:.2f}", *ratios])
     return out
 
 
@@ -113,12 +102,14 @@ def show(console: Console, results: dict[str, Any]) -> None:
     if compared := lines(results):
         table = Table(title="medians; ratio: times the peer's speed", title_justify="left")
         for at, heading in enumerate(HEADINGS):
-            table.add_column(heading, justify="left" if at < 2 else "right", no_wrap=True)
+            table.add_column(heading, justify="left" if at == 0 else "right", no_wrap=True)
         for row in compared:
             table.add_row(*row)
         console.print(table)
     if passes := own(results):
-        table = Table(title="foretell: a pass by its rows, times one row", title_justify="left")
+        table = Table(
+            title="foretell: a pass by its rows, as times one row's", title_justify="left"
+        )
         for heading in OWN:
             table.add_column(heading, justify="right", no_wrap=True)
         for row in passes:
@@ -131,7 +122,7 @@ def show(console: Console, results: dict[str, Any]) -> None:
 
 def markdown(results: dict[str, Any]) -> str:
     """The same for docs/benchmarks.md."""
-    parts = [_grid(HEADINGS, lines(results), left=2), _grid(OWN, own(results), left=1)]
+    parts = [_grid(HEADINGS, lines(results), left=1), _grid(OWN, own(results), left=1)]
     parts += ["\n".join(f"* {line}" for line in floors(results)), _versions(results)]
     return "\n\n".join(part for part in parts if part)
 
@@ -148,10 +139,10 @@ def _median(records: list[dict[str, Any]], engine: str, value: Value) -> str:
     return f"{statistics.median(values):.0f}" if values else ""
 
 
-def _target(cell: str, weights: str, unit: str) -> str:
-    if unit == "ms" or cell == "batch":
+def _target(cell: str, weights: str, more: bool) -> str:
+    if cell == "batch" or not more:
         return "1.0"
-    return f"{TARGETS[weights]}" if cell in ("chat", "long") and weights in TARGETS else ""
+    return f"{TARGETS[weights]}" if cell != "copy" and weights in TARGETS else ""
 
 
 def _versions(results: dict[str, Any]) -> str:
