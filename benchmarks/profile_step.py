@@ -76,7 +76,7 @@ def floors(model: Any) -> tuple[Callable[[], None], Callable[[], None]]:
     def products() -> None:
         sync = np.zeros((3 + len(table)) * LINE, np.uint8)
         arguments = (table, row.ctypes.data, out.ctypes.data, sync.ctypes.data)
-        together(_products, arguments, num_threads(), (row, out, sync))
+        together(_products, arguments, num_threads(), sync, row, out)
 
     def read() -> None:
         sync = np.zeros(4 * LINE, np.uint8)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 
+_STALLS = 8
+"""`together.STALLS`, without importing numba."""
 _one_at_a_time = threading.Lock()
 """Kernels whose threads wait for each other need all of them: two at once could share them out."""
 
@@ -37,8 +41,42 @@ def _threads(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix="foretell")
 
 
+class Crowd:
+    """Uses fewer threads for a while after one has found no core.
+
+    Threads that wait for each other go at the pace of the slowest, and with another program on its
+    core one turn of a thread is milliseconds away: ten times a pass. One thread fewer costs little,
+    as one core can read almost as fast as two.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._until, self._fewer, self._rest = 0.0, 1, _LEAST_REST
+
+    def allowed(self, shares: int) -> int:
+        """How many of so many threads to use now."""
+        return min(shares, self._fewer) if self._clock() < self._until else shares
+
+    def tell(self, shares: int, stalls: int) -> None:
+        """How a call with so many threads went."""
+        if stalls:
+            self._until, self._fewer = self._clock() + self._rest, max(1, shares // 2)
+            self._rest = min(2 * self._rest, _MOST_REST)
+        else:
+            self._rest = max(self._rest / 2, _LEAST_REST)
+
+
+_LEAST_REST, _MOST_REST = 0.05, 2.0
+"""Seconds with fewer threads before all are tried again; doubled each time that fails."""
+_crowd = Crowd()
+
+
 def together(
-    kernel: Callable[..., None], arguments: tuple[Any, ...], shares: int, kept: Any
+    kernel: Callable[..., None],
+    arguments: tuple[Any, ...],
+    shares: int,
+    sync: np.ndarray,
+    *kept: Any,
 ) -> None:
     """Calls ``kernel(*arguments, share, shares)`` for each share; the caller takes the first.
 
@@ -46,15 +84,19 @@ def together(
     shares. They all meet in its end: when the first one returns the others need not be asked.
 
     Args:
+        shares: at most; fewer while the machine is busy with something else.
+        sync: uint8, what they meet at.
         kept: what must outlive them: memory that `arguments` have addresses of.
     """
+    shares = _crowd.allowed(shares)
     if shares <= 1:
         kernel(*arguments, 0, 1)
         return
     with _one_at_a_time:
         for share in range(1, shares):
-            _threads(shares - 1).submit(_share, kernel, arguments, share, shares, kept)
+            _threads(shares - 1).submit(_share, kernel, arguments, share, shares, (sync, kept))
         kernel(*arguments, 0, shares)
+    _crowd.tell(shares, int(sync[_STALLS : _STALLS + 8].view(np.int64)[0]))
 
 
 def _share(kernel: Any, arguments: tuple[Any, ...], share: int, shares: int, kept: Any) -> None:

@@ -18,9 +18,14 @@ from foretell.attention.jit import intrinsic, jit
 
 LINE = 64
 """Bytes between two words that threads write: each in a cache line of its own."""
+STALLS = 8
+"""Where a barrier counts waits that only another program explains."""
 _SPINS = 4000
 """Looks at the barrier before the core is offered to someone else (tens of microseconds)."""
+_LONG = 6000
+"""Looks of a long wait (most of a millisecond): pieces of work take a tenth of that."""
 _X86 = platform.machine().lower() in ("x86_64", "amd64")
+_CLOCK = "llvm.readcyclecounter" if _X86 else "llvm.readsteadycounter"
 _offer_core = types.ExternalFunction(
     "SwitchToThread" if sys.platform == "win32" else "sched_yield", types.int32()
 )
@@ -73,7 +78,8 @@ def meet(sync: Any, threads: Any) -> None:
     """Returns once all threads have called it.
 
     Args:
-        sync: address of two lines, zero before the first use: they count arrivals and meetings.
+        sync: address of two lines, zero before the first use: they count arrivals and meetings,
+            and long waits at `STALLS`.
     """
     if threads == 1:
         return
@@ -89,14 +95,16 @@ def meet(sync: Any, threads: Any) -> None:
             _pause()
         else:
             _offer_core()
+    if looks > _LONG:
+        fetch_add(sync + STALLS, 1)
 
 
 @intrinsic
 def ticks(typing: Any) -> Any:
-    """The core's clock, in its own unit."""
+    """A steady clock in a unit of its own."""
 
     def generate(context: Any, b: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        kind, name = ir.FunctionType(I64, []), "llvm.readcyclecounter"
+        kind, name = ir.FunctionType(I64, []), _CLOCK
         return b.call(b.module.globals.get(name) or ir.Function(b.module, kind, name), [])
 
     return types.int64(), generate

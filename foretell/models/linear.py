@@ -97,7 +97,7 @@ class PackedLinear:
             self.packed.weights.shape[1], self.panels, self.packed.scale.data_ptr(),
             self.bias.data_ptr(), out.data_ptr(), width, sync.ctypes.data,
         )  # fmt: skip
-        together(compiled.product, arguments, shares, (x, fitted, out, sync, self))
+        together(compiled.product, arguments, shares, sync, x, fitted, out, self)
         return out[:, : self.out_features].contiguous()
 
     def _portable(self, x: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ class WholePass:
             *attention.planned, fitted, self._stride, wide, seen, parts, done, sync.ctypes.data,
             self.spent,
         )  # fmt: skip
-        together(self._compiled.run, arguments, num_threads(), (room, sync, self, kv))
+        together(self._compiled.run, arguments, num_threads(), sync, room, self, kv)
         for i, tap in enumerate(taps):
             if tap >= 0 and (j := int(places[tap])) != i:  # a layer that is tapped twice
                 tapped[:, i * width : (i + 1) * width] = tapped[:, j * width : (j + 1) * width]
