@@ -18,6 +18,10 @@ class Quiet:
         self.pids = pids
         self._since = self._now()
 
+    def start(self) -> None:
+        """`others` counts from here."""
+        self._since = self._now()
+
     def wait(self, seconds: float = 15.0) -> bool:
         """Waits until the machine is idle; False if it still is not. Then `others` starts anew."""
         end = time.monotonic() + seconds
