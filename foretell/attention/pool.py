@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-_STALLS = 8
-"""`together.STALLS`, without importing numba."""
 _one_at_a_time = threading.Lock()
 """Kernels whose threads wait for each other need all of them: two at once could share them out."""
 
@@ -57,9 +55,9 @@ class Crowd:
         """How many of so many threads to use now."""
         return min(shares, self._fewer) if self._clock() < self._until else shares
 
-    def tell(self, shares: int, stalls: int) -> None:
-        """How a call with so many threads went."""
-        if stalls:
+    def tell(self, shares: int, waited: float) -> None:
+        """Which share of a call with so many threads was spent waiting for one of them."""
+        if waited > _TOO_LONG:
             self._until, self._fewer = self._clock() + self._rest, max(1, shares // 2)
             self._rest = min(2 * self._rest, _MOST_REST)
         else:
@@ -68,6 +66,7 @@ class Crowd:
 
 _LEAST_REST, _MOST_REST = 0.05, 2.0
 """Seconds with fewer threads before all are tried again; doubled each time that fails."""
+_TOO_LONG = 0.2
 _crowd = Crowd()
 
 
@@ -92,11 +91,15 @@ def together(
     if shares <= 1:
         kernel(*arguments, 0, 1)
         return
+    from foretell.attention.together import WAITED, clock  # numba is slow to import
+
+    start = clock()
     with _one_at_a_time:
         for share in range(1, shares):
             _threads(shares - 1).submit(_share, kernel, arguments, share, shares, (sync, kept))
         kernel(*arguments, 0, shares)
-    _crowd.tell(shares, int(sync[_STALLS : _STALLS + 8].view(np.int64)[0]))
+    waited = int(sync[WAITED : WAITED + 8].view(np.int64)[0])
+    _crowd.tell(shares, waited / max(1, clock() - start))
 
 
 def _share(kernel: Any, arguments: tuple[Any, ...], share: int, shares: int, kept: Any) -> None:

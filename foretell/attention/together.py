@@ -18,12 +18,10 @@ from foretell.attention.jit import intrinsic, jit
 
 LINE = 64
 """Bytes between two words that threads write: each in a cache line of its own."""
-STALLS = 8
-"""Where a barrier counts waits that only another program explains."""
+WAITED = 8
+"""Where a barrier counts time that threads wait for one that has found no core."""
 _SPINS = 4000
 """Looks at the barrier before the core is offered to someone else (tens of microseconds)."""
-_LONG = 6000
-"""Looks of a long wait (most of a millisecond): pieces of work take a tenth of that."""
 _X86 = platform.machine().lower() in ("x86_64", "amd64")
 _CLOCK = "llvm.readcyclecounter" if _X86 else "llvm.readsteadycounter"
 _offer_core = types.ExternalFunction(
@@ -73,32 +71,6 @@ def _pause(typing: Any) -> Any:
     return types.void(), generate
 
 
-@jit()
-def meet(sync: Any, threads: Any) -> None:
-    """Returns once all threads have called it.
-
-    Args:
-        sync: address of two lines, zero before the first use: they count arrivals and meetings,
-            and long waits at `STALLS`.
-    """
-    if threads == 1:
-        return
-    meeting = _look(sync + LINE)
-    if fetch_add(sync, 1) == threads - 1:
-        _put(sync, 0)
-        _put(sync + LINE, meeting + 1)
-        return
-    looks = 0
-    while _look(sync + LINE) == meeting:
-        looks += 1
-        if looks < _SPINS:
-            _pause()
-        else:
-            _offer_core()
-    if looks > _LONG:
-        fetch_add(sync + STALLS, 1)
-
-
 @intrinsic
 def ticks(typing: Any) -> Any:
     """A steady clock in a unit of its own."""
@@ -108,3 +80,36 @@ def ticks(typing: Any) -> Any:
         return b.call(b.module.globals.get(name) or ir.Function(b.module, kind, name), [])
 
     return types.int64(), generate
+
+
+@jit(types.int64())
+def clock() -> int:
+    """`ticks` for Python."""
+    return ticks()
+
+
+@jit()
+def meet(sync: Any, threads: Any) -> None:
+    """Returns once all threads have called it.
+
+    Args:
+        sync: address of two lines, zero before the first use: they count arrivals and meetings,
+            and at `WAITED` the `ticks` of long waits.
+    """
+    if threads == 1:
+        return
+    meeting = _look(sync + LINE)
+    if fetch_add(sync, 1) == threads - 1:
+        _put(sync, 0)
+        _put(sync + LINE, meeting + 1)
+        return
+    looks, since = 0, 0
+    while _look(sync + LINE) == meeting:
+        looks += 1
+        if looks < _SPINS:
+            _pause()
+        else:
+            since = since or ticks()
+            _offer_core()
+    if since:
+        fetch_add(sync + WAITED, ticks() - since)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import cast
 
 import torch
@@ -69,12 +69,16 @@ class TokenTree:
 
 
 def roots(tokens: list[int]) -> TokenTree:
-    """Trees without a draft: only the roots."""
-    return TokenTree(
-        torch.tensor(tokens, dtype=torch.int64).reshape(-1, 1),
-        torch.full((len(tokens), 1), -1, dtype=torch.int64),
-        torch.ones(len(tokens), dtype=torch.int64),
-    )
+    """Trees without a draft: only the roots. Plain decoding makes one a step, so it is quick."""
+    tree = TokenTree(torch.tensor(tokens, dtype=torch.int64)[:, None], *_no_drafts(len(tokens)))
+    tree.__dict__["_lists"] = [([token], [-1]) for token in tokens]
+    return tree
+
+
+@cache
+def _no_drafts(batch: int) -> tuple[Tensor, Tensor]:
+    """Parents [B, 1] and sizes [B] of trees without a draft, to read."""
+    return torch.full((batch, 1), -1, dtype=torch.int64), torch.ones(batch, dtype=torch.int64)
 
 
 def from_lists(tokens: list[list[int]], parents: list[list[int]]) -> TokenTree:

@@ -10,7 +10,7 @@ import pytest
 
 from foretell.attention import pool
 from foretell.attention.pool import Crowd
-from foretell.attention.together import STALLS
+from foretell.attention.together import WAITED
 
 
 def test_a_stall_halves_the_threads_for_a_while_that_grows():
@@ -21,7 +21,7 @@ def test_a_stall_halves_the_threads_for_a_while_that_grows():
     assert crowd.allowed(8) == 8
     rests = []
     for _ in range(8):
-        crowd.tell(8, 3)
+        crowd.tell(8, 0.5)
         assert crowd.allowed(8) == 4
         assert crowd.allowed(2) == 2  # never more than asked for
         start = now[0]
@@ -40,22 +40,23 @@ def test_a_stall_halves_the_threads_for_a_while_that_grows():
 
 
 def test_stalls_are_read_where_the_barrier_counts_them(monkeypatch):
-    assert pool._STALLS == STALLS
     seen, told = [], []
     monkeypatch.setattr(pool, "_crowd", Crowd())
-    monkeypatch.setattr(pool._crowd, "tell", lambda shares, stalls: told.append((shares, stalls)))
+    monkeypatch.setattr(pool._crowd, "tell", lambda *told_: told.append(told_))
     sync = np.zeros(192, np.uint8)
     meeting = threading.Barrier(3)
 
     def kernel(share: int, shares: int) -> None:
         seen.append((share, shares))
         if share == 1:
-            sync[STALLS] = 5
+            sync.view(np.int64)[WAITED // 8] = 1 << 60
         meeting.wait(10)
 
     pool.together(kernel, (), 3, sync)
     assert sorted(seen) == [(0, 3), (1, 3), (2, 3)]
-    assert told == [(3, 5)]
+    ((shares, waited),) = told
+    assert shares == 3
+    assert waited > 1
 
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork here")
