@@ -163,22 +163,22 @@ def test_N1_values_in_kv_that_are_not_numbers_stay_with_their_request(case):
     params, plain = case
     llm = tiny.llm("tests.fakes:Bushy,k=20", max_model_len=80, kv_memory="64KiB", max_num_seqs=2)
     model = llm.target.model
-    inner = model.forward
+    inner = model.run
 
-    def forward(tokens, attention, layout, kv, taps=()):
-        hidden, features = inner(tokens, attention, layout, kv, taps)
+    def run(tokens, attention, layout, kv, outputs, taps=()):
+        logits, features = inner(tokens, attention, layout, kv, outputs, taps)
         if broken:
             for cache in (cache for layer in kv for cache in layer):
                 pages, offsets = layout.cells // 4, layout.cells % 4
                 cache[pages.long(), :, offsets.long()] = torch.nan
-            hidden = hidden * torch.nan
-        return hidden, features
+            logits = logits * torch.nan
+        return logits, features
 
-    broken, model.forward = True, forward
+    broken, model.run = True, run
     try:
         bad = llm.generate(PROMPTS, params)
         assert all(r.finish_reason == FinishReason.ERROR and not r.token_ids for r in bad)
         broken = False
         assert tiny.ids(llm.generate(PROMPTS, params)) == plain
     finally:
-        model.forward = inner
+        model.run = inner
