@@ -294,6 +294,10 @@ class Sequence:
     """How its logits are shaped; made by the engine at the first draw."""
     speculate: bool = True
     """False: no drafts, and the drafter does not even watch."""
+    k: int | None = None
+    """Fewer draft tokens a step than the engine's own k."""
+    prediction: list[int] = field(default_factory=list[int])
+    """What the answer will probably say, for schemes that read it (`Needs.prediction`)."""
     num_hashed_pages: int = 0
     """Leading pages that the prefix cache knows."""
     hash_parent: int = 0

@@ -1,0 +1,276 @@
+"""What requests look like: OpenAI's fields, and foretell's own beside them.
+
+A field that is not served is refused by its name, never ignored. Where OpenAI's clients send a
+field that asks for nothing (``"store": false``), that value is let through.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from foretell.sequence import SamplingParams
+from foretell.server.errors import bad_request, of_value_error
+
+MAX_N = 128
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class Strict(BaseModel):
+    """Refuses unknown fields and values of other types; None is as if not given."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    asks_for_nothing: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Known fields that are not served, with the values that ask for nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name, harmless in cls.asks_for_nothing.items():
+            if data.get(name) is not None and data[name] not in harmless:
+                raise bad_request(f"{name} is not supported here; leave it out", name)
+        return {
+            name: value
+            for name, value in data.items()
+            if value is not None and name not in cls.asks_for_nothing
+        }
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Function(Strict):
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    id: str
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class Message(Strict):
+    asks_for_nothing = {
+        "refusal": (),
+        "audio": (),
+        "function_call": (),
+        "annotations": ([],),
+        "reasoning_content": ("",),
+    }
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it: content is one text, arguments are objects."""
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": text_of(self.content),
+        }
+        if self.name:
+            message["name"] = self.name
+        if self.tool_call_id:
+            message["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            message["tool_calls"] = [_tool_call(call) for call in self.tool_calls]
+        return message
+
+
+class Prediction(Strict):
+    type: Literal["content"] = "content"
+    content: str | list[TextPart]
+
+
+class StreamOptions(Strict):
+    asks_for_nothing = {"include_obfuscation": (False,)}
+    include_usage: bool = False
+
+
+class Speculation(Strict):
+    """How this request speculates. The text is the same whatever stands here."""
+
+    enabled: bool = True
+    method: str | None = None
+    """Only the scheme that the server runs."""
+    k: int | None = Field(default=None, ge=1, le=63)
+    """Fewer draft tokens a step than the server's own k."""
+    report: bool = False
+    """Add to each chunk which pieces of text the draft supplied."""
+
+
+class Asked(Strict):
+    """What chat and plain completions have in common."""
+
+    asks_for_nothing = {
+        "store": (False,),
+        "metadata": ({},),
+        "service_tier": ("auto", "default"),
+    }
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = Field(default=None, ge=1, le=MAX_N)
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    """Taken, as OpenAI's clients send it; it shapes nothing."""
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[TokenId] | None = None
+    bad_token_ids: list[TokenId] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    speculation: Speculation = Speculation()
+    prediction: Prediction | None = None
+    """What the answer will probably say: drafted from, and never more than that."""
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for token, bias in (value or {}).items():
+            if not token.isascii() or not token.isdigit() or not -100 <= bias <= 100:
+                raise bad_request(
+                    f"logit_bias: {token!r}: {bias}: must be numbers from -100 to 100 by token id",
+                    "logit_bias",
+                )
+        return value
+
+    @model_validator(mode="after")
+    def _go_together(self) -> Asked:
+        if self.stream_options is not None and not self.stream:
+            raise bad_request("stream_options is for stream=true; leave it out", "stream_options")
+        return self
+
+    def params(self, **more: Any) -> SamplingParams:
+        """As the engine wants it; ``more`` are fields that chat and completions name differently.
+
+        Raises:
+            ApiError: a value is out of range.
+        """
+        given = {
+            name: value
+            for name in SamplingParams.__dataclass_fields__
+            if (value := getattr(self, name, None)) is not None
+        }
+        if self.logit_bias is not None:
+            given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
+        try:
+            return SamplingParams(**(given | more))
+        except ValueError as error:
+            raise of_value_error(error) from None
+
+
+class ChatRequest(Asked):
+    asks_for_nothing = Asked.asks_for_nothing | {
+        "modalities": (["text"],),
+        "audio": (),
+        "reasoning_effort": (),
+        "verbosity": (),
+        "web_search_options": (),
+        "functions": ([],),
+        "function_call": ("none",),
+        "prompt_cache_key": (),
+        "safety_identifier": (),
+        "response_format": ({"type": "text"},),
+        "tools": ([],),
+        "tool_choice": ("none",),
+        "parallel_tool_calls": (True, False),
+    }
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+
+    @model_validator(mode="after")
+    def _chat_goes_together(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
+        return self
+
+    def sampling(self) -> SamplingParams:
+        # Both names may come: the newer one counts. None is up to the context limit.
+        tokens = self.max_completion_tokens or self.max_tokens
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self.params(max_tokens=tokens, logprobs=logprobs)
+
+
+class CompletionRequest(Asked):
+    asks_for_nothing = Asked.asks_for_nothing | {
+        "echo": (False,),
+        "suffix": ("",),
+        "best_of": (1,),
+    }
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+
+    @field_validator("prompt")
+    @classmethod
+    def _some(cls, value: Any) -> Any:
+        if not value:
+            raise bad_request("the prompt is empty: give a text or token ids", "prompt")
+        return value
+
+    def sampling(self) -> SamplingParams:
+        return self.params(max_tokens=self.max_tokens or 16)  # as OpenAI's default is
+
+    @property
+    def prompts(self) -> list[Any]:
+        """Texts or lists of token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        return list(self.prompt) if isinstance(self.prompt[0], str | list) else [self.prompt]
+
+
+class TokenizeRequest(Strict):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _one_of(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise bad_request("give either prompt or messages", "prompt")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+def text_of(content: str | list[TextPart] | None) -> str:
+    if isinstance(content, list):
+        return "".join(part.text for part in content)
+    return content or ""
+
+
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    arguments = call.function.arguments
+    try:
+        read = json.loads(arguments)
+    except ValueError:
+        raise bad_request("tool_calls: arguments must be JSON", "messages") from None
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.function.name, "arguments": read},
+    }
