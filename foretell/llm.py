@@ -8,6 +8,7 @@ import threading
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from foretell.answer import Delta, Follower, Result
 from foretell.config import EngineConfig, SpeculationConfig
 from foretell.engine.build import build_engine
 from foretell.engine.detokenize import Detokenizer
+from foretell.models.grammar import Grammars
 from foretell.models.loader import LoadedModel
 from foretell.progress import progress_bar
 from foretell.prompts import (
@@ -176,6 +178,11 @@ class LLM:
 
     # ---- inside
 
+    @cached_property
+    def _grammars(self) -> Grammars:
+        assert self.tokenizer is not None
+        return Grammars(self.tokenizer, self.engine.runtime.vocab_size, self.engine.end_ids)
+
     def _encode(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -215,8 +222,10 @@ class LLM:
                 sequence.detokenizer = Detokenizer(
                     self.tokenizer, ids, params.stop, params.min_tokens
                 )
-            elif params.stop:
-                raise ValueError("stop strings need a tokenizer: use stop_token_ids")
+            elif params.stop or params.grammar:
+                raise ValueError("stop strings and grammars need a tokenizer: leave them out")
+            if params.grammar is not None:
+                sequence.grammar = self._grammars.make(params.grammar)
             out.append(sequence)
         return out
 

@@ -243,6 +243,8 @@ class Engine:
             return FinishReason.STOP
         if sequence.detokenizer and sequence.detokenizer.push(token):
             return FinishReason.STOP
+        if sequence.grammar and sequence.grammar.extend(token):
+            return FinishReason.STOP
         return FinishReason.LENGTH if self._tokens_left(sequence) <= 0 else None
 
     def _observe(

@@ -91,7 +91,11 @@ class Service:
                 for sequence in self.llm.sequences(ids, params, request.speculation.enabled, name)
             ]
         except ValueError as error:
-            raise of_value_error(error) from None
+            refusal = of_value_error(error)
+            if refusal.param == "grammar" and request.grammar is None:
+                field = "response_format"
+                refusal = bad_request(f"{field}: {str(error).partition(': ')[2]}", field)
+            raise refusal from None
         for sequence in made:
             sequence.k, sequence.prediction = request.speculation.k, prediction
         return made

@@ -138,6 +138,7 @@ class Asked(Strict):
     bad_token_ids: list[TokenId] | None = None
     allowed_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
+    grammar: str | None = None
     speculation: Speculation = Speculation()
     prediction: Prediction | None = None
     """What the answer will probably say: drafted from, and never more than that."""
@@ -178,6 +179,32 @@ class Asked(Strict):
             raise of_value_error(error) from None
 
 
+class JsonSchema(Strict):
+    name: str
+    json_schema: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+    """The schema is always obeyed."""
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            message = "response_format.json_schema goes with type json_schema"
+            raise bad_request(message, "response_format.json_schema")
+        return self
+
+    @property
+    def grammar(self) -> str | None:
+        if self.json_schema is not None:
+            return json.dumps(self.json_schema.json_schema)
+        return '{"type": "object"}' if self.type == "json_object" else None
+
+
 class ChatRequest(Asked):
     asks_for_nothing = Asked.asks_for_nothing | {
         "modalities": (["text"],),
@@ -189,7 +216,6 @@ class ChatRequest(Asked):
         "function_call": ("none",),
         "prompt_cache_key": (),
         "safety_identifier": (),
-        "response_format": ({"type": "text"},),
         "tools": ([],),
         "tool_choice": ("none",),
         "parallel_tool_calls": (True, False),
@@ -198,6 +224,7 @@ class ChatRequest(Asked):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
 
     @model_validator(mode="after")
     def _chat_goes_together(self) -> ChatRequest:
@@ -209,7 +236,12 @@ class ChatRequest(Asked):
         # Both names may come: the newer one counts. None is up to the context limit.
         tokens = self.max_completion_tokens or self.max_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self.params(max_tokens=tokens, logprobs=logprobs)
+        form = self.response_format
+        if form is None or form.grammar is None:
+            return self.params(max_tokens=tokens, logprobs=logprobs)
+        if self.grammar is not None:
+            raise bad_request("response_format and grammar say the same: give one", "grammar")
+        return self.params(max_tokens=tokens, logprobs=logprobs, grammar=form.grammar)
 
 
 class CompletionRequest(Asked):
