@@ -41,6 +41,10 @@ from foretell.server.protocol import (
 from foretell.server.reply import Shape
 
 PAGE = Path(__file__).with_name("page.html")
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 
 
 class Service:
@@ -268,7 +272,8 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
 
     @app.get("/", include_in_schema=False)
     async def page() -> HTMLResponse:
-        return HTMLResponse(PAGE.read_text(encoding="utf-8"))
+        headers = {"Content-Security-Policy": PAGE_POLICY, "X-Content-Type-Options": "nosniff"}
+        return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers=headers)
 
     return app
 
