@@ -170,11 +170,14 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def chat_prompt(self, messages: SequenceOf[Message]) -> list[int]:
-        """Token ids of a conversation, up to where the answer begins."""
+    def chat_prompt(
+        self, messages: SequenceOf[Message], tools: SequenceOf[dict[str, Any]] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation, up to where the answer begins; ``tools`` are functions that
+        the model is told of, as OpenAI's API describes them."""
         if self.tokenizer is None:
             raise ValueError(f"{self._no_tokenizer}; use generate with token ids")
-        return self.tokenizer.apply_chat_template(as_conversation(messages))
+        return self.tokenizer.apply_chat_template(as_conversation(messages), tools)
 
     # ---- inside
 

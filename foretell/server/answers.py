@@ -17,6 +17,7 @@ from foretell.server.bridge import Flight
 from foretell.server.errors import ApiError
 from foretell.server.metrics import ServerMetrics
 from foretell.server.reply import DONE, Logprobs, Shape, event, usage
+from foretell.server.tools import Calls
 from foretell.terminal import Origins
 
 log = logging.getLogger("foretell.server")
@@ -29,6 +30,7 @@ class Answering:
         flight: what the engine works on.
         num_prompts: prompts in the request; each has the same number of answers.
         report: say which pieces of text the draft supplied.
+        calls: how the model calls tools, where it was told of any.
     """
 
     def __init__(
@@ -40,12 +42,14 @@ class Answering:
         *,
         num_prompts: int,
         report: bool,
+        calls: Calls | None,
         notes: dict[str, Any],
     ) -> None:
         self.flight, self.shape, self.metrics = flight, shape, metrics
         self.num_prompts = num_prompts
         self.notes = notes
         sequences = [follower.sequence for follower in flight.followers]
+        self.splitters = [calls.splitter() if calls else None for _ in sequences]
         self.logprobs = [_logprobs(llm, sequence) for sequence in sequences]
         self.origins = [
             Origins(llm.tokenizer, s.tokens[: s.num_prompt]) if report else None for s in sequences
@@ -65,7 +69,7 @@ class Answering:
             gone.cancel()
             self.close()
         choices = [
-            self.shape.choice(i, result, self.logprobs[i])
+            self.shape.choice(i, result, self.logprobs[i], self.splitters[i])
             for i, result in enumerate(self.flight.results)
             if result is not None
         ]
@@ -83,7 +87,8 @@ class Answering:
                 for index in range(len(self.flight.results)):
                     yield self.shape.chunk([self.shape.first(index)], **more)
             async for index, delta in self.flight.deltas():
-                part = self.shape.part(index, delta, self.logprobs[index], self.origins[index])
+                of_answer = self.logprobs[index], self.origins[index], self.splitters[index]
+                part = self.shape.part(index, delta, *of_answer)
                 if part is not None:
                     yield self.shape.chunk([part], **more)
         except ApiError as error:

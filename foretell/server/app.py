@@ -39,6 +39,7 @@ from foretell.server.protocol import (
     text_of,
 )
 from foretell.server.reply import Shape
+from foretell.server.tools import Calls
 
 PAGE = Path(__file__).with_name("page.html")
 PAGE_POLICY = (
@@ -74,10 +75,19 @@ class Service:
 
     def chat_ids(self, request: ChatRequest | TokenizeRequest) -> list[int]:
         messages = [message.for_template() for message in request.messages or []]
+        tools = request.offered if isinstance(request, ChatRequest) else []
         try:
-            return self.llm.chat_prompt(messages)
+            return self.llm.chat_prompt(messages, tools)
         except ValueError as error:
             raise bad_request(str(error), "messages") from None
+
+    @property
+    def calls(self) -> Calls:
+        """How the model calls tools."""
+        try:
+            return Calls(self.tokenizer)
+        except ValueError as error:
+            raise bad_request(f"tools: {error}; leave them out", "tools") from None
 
     def ids_of(self, prompt: Any) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -96,8 +106,9 @@ class Service:
             ]
         except ValueError as error:
             refusal = of_value_error(error)
-            if refusal.param == "grammar" and request.grammar is None:
-                field = "response_format"
+            if refusal.param == "grammar" and isinstance(request, ChatRequest):
+                field = "tools" if request.offered else "response_format"
+                field = "grammar" if request.grammar and not request.offered else field
                 refusal = bad_request(f"{field}: {str(error).partition(': ')[2]}", field)
             raise refusal from None
         for sequence in made:
@@ -134,6 +145,7 @@ class Service:
         name = f"{'chatcmpl' if chat else 'cmpl'}-{http.state.request_id}-{time.monotonic_ns():x}"
         # Templates and tokenizers take their time over long prompts: the loop goes on meanwhile.
         sequences, num_prompts = await asyncio.to_thread(self._prepare, request, name)
+        calls = self.calls if isinstance(request, ChatRequest) and request.offered else None
         flight = self.bridge.submit(sequences, self.config.request_timeout)
         answering = Answering(
             self.llm,
@@ -142,6 +154,7 @@ class Service:
             Shape(chat, name, self.name),
             num_prompts=num_prompts,
             report=request.speculation.report,
+            calls=calls,
             notes=http.state.notes,
         )
         if not request.stream:
@@ -153,6 +166,9 @@ class Service:
         self, request: ChatRequest | CompletionRequest, name: str
     ) -> tuple[list[Sequence], int]:
         if isinstance(request, ChatRequest):
+            if request.offered and (must := request.must_call):
+                many = request.parallel_tool_calls
+                request = request.model_copy(update={"grammar": self.calls.grammar(must, many)})
             prompts = [self.chat_ids(request)]
         else:
             prompts = [self.ids_of(prompt) for prompt in request.prompts]

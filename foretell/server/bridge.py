@@ -25,13 +25,13 @@ log = logging.getLogger("foretell.server")
 class Flight:
     """The answers of one request on their way. Lives on the event loop."""
 
-    def __init__(self, bridge: Bridge, sequences: list[Sequence], deadline: float) -> None:
+    def __init__(self, bridge: Bridge, sequences: list[Sequence], timeout: float) -> None:
         self.bridge = bridge
         self.followers = [Follower(sequence) for sequence in sequences]
-        self.deadline = deadline
         self.results: list[Result | None] = [None] * len(sequences)
         self.news: asyncio.Queue[list[tuple[int, Delta]] | ApiError] = asyncio.Queue()
         self.closed = False
+        self._alarm = asyncio.get_running_loop().call_later(timeout, self._late)
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
         """Each answer's number and what is new of it, up to the last one's end.
@@ -40,13 +40,7 @@ class Flight:
             ApiError: time is up (504), the engine stopped (503), an answer failed (500).
         """
         while None in self.results:
-            try:
-                async with asyncio.timeout_at(self.deadline):
-                    news = await self.news.get()
-            except TimeoutError:
-                raise ApiError(
-                    504, "the request took longer than the server allows", code="timeout"
-                ) from None
+            news = await self.news.get()
             if isinstance(news, ApiError):
                 raise news
             for index, delta in news:
@@ -56,8 +50,13 @@ class Flight:
                         raise ApiError(500, delta.result.error, code="answer_failed")
                 yield index, delta
 
+    def _late(self) -> None:
+        message = "the request took longer than the server allows"
+        self.news.put_nowait(ApiError(504, message, code="timeout"))
+
     def close(self) -> None:
         """Ends what has not ended, within the engine's next step. May be called twice."""
+        self._alarm.cancel()
         if not self.closed:
             self.closed = True
             self.bridge.leave(self)
@@ -119,8 +118,7 @@ class Bridge:
                 code="queue_full",
                 retry_after=min(wait, 60),
             )
-        assert self._loop is not None
-        flight = Flight(self, sequences, self._loop.time() + timeout)
+        flight = Flight(self, sequences, timeout)
         self.num_open += len(sequences)
         self._arrivals.append(flight)  # before its sequences: no step goes by unfollowed
         for sequence in sequences:

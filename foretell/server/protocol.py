@@ -205,6 +205,27 @@ class ResponseFormat(Strict):
         return '{"type": "object"}' if self.type == "json_object" else None
 
 
+class Described(Strict):
+    name: str = Field(pattern=r"^[\w-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Described
+
+
+class Named(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: Named
+
+
 class ChatRequest(Asked):
     asks_for_nothing = Asked.asks_for_nothing | {
         "modalities": (["text"],),
@@ -216,32 +237,57 @@ class ChatRequest(Asked):
         "function_call": ("none",),
         "prompt_cache_key": (),
         "safety_identifier": (),
-        "tools": ([],),
-        "tool_choice": ("none",),
-        "parallel_tool_calls": (True, False),
     }
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
 
     @model_validator(mode="after")
     def _chat_goes_together(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
+        if self.tool_choice not in (None, "none") and not self.tools:
+            raise bad_request("tool_choice needs tools", "tool_choice")
+        if isinstance(self.tool_choice, NamedTool) and not self.must_call:
+            name = self.tool_choice.function.name
+            raise bad_request(f"tool_choice: {name!r} is not among the tools", "tool_choice")
+        if self.offered and (self.grammar or self.form):
+            message = "response_format and grammar do not go with tools: give one of them"
+            raise bad_request(message, "tools")
         return self
+
+    @property
+    def form(self) -> str | None:
+        return self.response_format.grammar if self.response_format else None
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """Tools that the model is told of, as its chat template wants them."""
+        if self.tool_choice == "none":
+            return []
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or []]
+
+    @property
+    def must_call(self) -> list[dict[str, Any]]:
+        """Functions of which one has to be called; none where the model may choose."""
+        functions = [tool["function"] for tool in self.offered]
+        if isinstance(self.tool_choice, NamedTool):
+            return [f for f in functions if f["name"] == self.tool_choice.function.name]
+        return functions if self.tool_choice == "required" else []
 
     def sampling(self) -> SamplingParams:
         # Both names may come: the newer one counts. None is up to the context limit.
         tokens = self.max_completion_tokens or self.max_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        form = self.response_format
-        if form is None or form.grammar is None:
-            return self.params(max_tokens=tokens, logprobs=logprobs)
-        if self.grammar is not None:
+        if self.form is not None and self.grammar is not None:
             raise bad_request("response_format and grammar say the same: give one", "grammar")
-        return self.params(max_tokens=tokens, logprobs=logprobs, grammar=form.grammar)
+        form = self.form or self.grammar
+        return self.params(max_tokens=tokens, logprobs=logprobs, grammar=form)
 
 
 class CompletionRequest(Asked):

@@ -10,6 +10,7 @@ from typing import Any
 
 from foretell.answer import Delta, Result
 from foretell.sequence import Logprob
+from foretell.server.tools import Splitter
 from foretell.terminal import Origins
 
 DONE = "data: [DONE]\n\n"
@@ -129,12 +130,22 @@ class Shape:
         """A whole answer."""
         return {**self.head, "choices": choices, "usage": counts}
 
-    def choice(self, index: int, result: Result, logprobs: Logprobs | None) -> dict[str, Any]:
+    def choice(
+        self, index: int, result: Result, logprobs: Logprobs | None, splitter: Splitter | None
+    ) -> dict[str, Any]:
         """One whole answer's entry."""
         end = {"finish_reason": str(result.finish_reason)}
         found = result.logprobs or []
         if self.chat:
-            message = {"role": "assistant", "content": result.text, "refusal": None}
+            message: dict[str, Any] = {"role": "assistant", "content": result.text}
+            message["refusal"] = None
+            if splitter:
+                text = splitter.feed(result.text)
+                rest, calls = splitter.end()
+                message["content"] = (text + rest).strip() or None if calls else result.text
+                if calls:
+                    message["tool_calls"] = calls
+                    end["finish_reason"] = "tool_calls"
             lp = logprobs.chat(found) if logprobs else None
             return {"index": index, "message": message, "logprobs": lp, **end}
         lp = logprobs.completion(found) if logprobs else None
@@ -151,20 +162,34 @@ class Shape:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def part(
-        self, index: int, delta: Delta, logprobs: Logprobs | None, origins: Origins | None
+        self,
+        index: int,
+        delta: Delta,
+        logprobs: Logprobs | None,
+        origins: Origins | None,
+        splitter: Splitter | None,
     ) -> dict[str, Any] | None:
         """What is new, as an entry of a chunk; None where there is nothing to tell."""
-        end = delta.result.finish_reason if delta.result else None
-        if not (delta.text or end or origins or (logprobs and delta.token_ids)):
+        end = str(delta.result.finish_reason) if delta.result else None
+        text, calls = delta.text, list[dict[str, Any]]()
+        if splitter:
+            text = splitter.feed(text)
+            if end:
+                rest, calls = splitter.end()
+                text, end = text + rest, "tool_calls" if calls else end
+        if not (text or end or origins or (logprobs and delta.token_ids)):
             return None
         entry: dict[str, Any] = {"index": index}
         if self.chat:
-            entry["delta"] = {"content": delta.text} if delta.text else {}
+            said: dict[str, Any] = {"content": text} if text else {}
+            if calls:
+                said["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+            entry["delta"] = said
             entry["logprobs"] = logprobs.chat(delta.logprobs) if logprobs else None
         else:
-            entry["text"] = delta.text
+            entry["text"] = text
             entry["logprobs"] = logprobs.completion(delta.logprobs) if logprobs else None
-        entry["finish_reason"] = None if end is None else str(end)
+        entry["finish_reason"] = end
         if origins is not None:
             pieces = origins.split(delta.text, delta.token_ids, delta.from_draft)
             entry["speculation"] = {

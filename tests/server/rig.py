@@ -22,7 +22,9 @@ from foretell.server.run import listen, uvicorn_config
 from tests import tiny
 
 TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if tools %}{{ tools | tojson }} <tool_call> {% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{{ m.tool_calls | default('') }}<|im_end|>\n{% endfor %}"
     "<|im_start|>assistant{{ '\n' }}"
 )
 SPECIAL = ["<pad>", "<|im_end|>", "<|im_start|>"]  # id 1 ends a text, as in `tests.tiny`
