@@ -29,6 +29,7 @@ from foretell.server.errors import (
     of_value_error,
 )
 from foretell.server.guard import Guard
+from foretell.server.messages import text_of
 from foretell.server.metrics import ServerMetrics
 from foretell.server.protocol import (
     Asked,
@@ -36,7 +37,6 @@ from foretell.server.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    text_of,
 )
 from foretell.server.reply import Shape
 from foretell.server.tools import Calls
