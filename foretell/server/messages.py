@@ -49,7 +49,7 @@ class ToolCall(Strict):
 
 
 class Message(Strict):
-    asks_for_nothing = {
+    asks_for_nothing: ClassVar = {
         "refusal": (),
         "audio": (),
         "function_call": (),

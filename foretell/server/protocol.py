@@ -7,7 +7,7 @@ field that asks for nothing (``"store": false``), that value is let through.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -25,7 +25,7 @@ class Prediction(Strict):
 
 
 class StreamOptions(Strict):
-    asks_for_nothing = {"include_obfuscation": (False,)}
+    asks_for_nothing: ClassVar = {"include_obfuscation": (False,)}
     include_usage: bool = False
 
 
@@ -44,7 +44,7 @@ class Speculation(Strict):
 class Asked(Strict):
     """What chat and plain completions have in common."""
 
-    asks_for_nothing = {
+    asks_for_nothing: ClassVar = {
         "store": (False,),
         "metadata": ({},),
         "service_tier": ("auto", "default"),
@@ -140,7 +140,7 @@ class ResponseFormat(Strict):
 
 
 class ChatRequest(Asked):
-    asks_for_nothing = Asked.asks_for_nothing | {
+    asks_for_nothing: ClassVar = Asked.asks_for_nothing | {
         "modalities": (["text"],),
         "audio": (),
         "reasoning_effort": (),
@@ -204,7 +204,7 @@ class ChatRequest(Asked):
 
 
 class CompletionRequest(Asked):
-    asks_for_nothing = Asked.asks_for_nothing | {
+    asks_for_nothing: ClassVar = Asked.asks_for_nothing | {
         "echo": (False,),
         "suffix": ("",),
         "best_of": (1,),
