@@ -218,7 +218,14 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
         yield
         await service.bridge.stop()
 
-    app = FastAPI(title="foretell", version=foretell.__version__, lifespan=lifespan, redoc_url=None)
+    # Its pages of documentation would load scripts from elsewhere; the schema is enough.
+    app = FastAPI(
+        title="foretell",
+        version=foretell.__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
     app.state.service = service
     _add_errors(app)
     if config.cors_origins:

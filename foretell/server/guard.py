@@ -18,8 +18,9 @@ from foretell.server.errors import ApiError
 from foretell.server.metrics import ServerMetrics
 
 log = logging.getLogger("foretell.server.requests")
-OPEN = {"/", "/health", "/docs", "/openapi.json"}
+OPEN = {"/", "/health", "/openapi.json"}
 """Paths that need no key: they tell nothing of what is asked."""
+_METHODS = {"GET", "POST", "OPTIONS", "HEAD"}
 _ID = re.compile(r"[\w.:-]{1,64}")
 
 
@@ -66,7 +67,8 @@ class Guard:
         finally:
             seconds = time.perf_counter() - start
             route = getattr(scope.get("route"), "path", "other")
-            self.metrics.requests.labels(route, scope["method"], str(status)).inc()
+            method = scope["method"] if scope["method"] in _METHODS else "other"
+            self.metrics.requests.labels(route, method, str(status)).inc()
             log.info(
                 "request",
                 extra={

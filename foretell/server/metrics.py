@@ -34,7 +34,7 @@ class ServerMetrics:
         )
         self.itl = Histogram(
             "foretell_inter_token_latency_seconds",
-            "Between a step's tokens and the step before, for each token.",
+            "Between an answer's tokens, those of one step counting once.",
             buckets=_FAST,
             **make,
         )
