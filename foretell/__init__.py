@@ -6,8 +6,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from foretell.answer import Delta, Result
     from foretell.config import EngineConfig, SpeculationConfig
-    from foretell.llm import LLM, Delta, Result
+    from foretell.llm import LLM
     from foretell.sequence import FinishReason, SamplingParams
 
 __version__ = "0.1.0"
@@ -23,8 +24,8 @@ __all__ = [
 
 _HOME = {
     "LLM": "llm",
-    "Delta": "llm",
-    "Result": "llm",
+    "Delta": "answer",
+    "Result": "answer",
     "EngineConfig": "config",
     "SpeculationConfig": "config",
     "FinishReason": "sequence",

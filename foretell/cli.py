@@ -20,13 +20,14 @@ import typer
 
 import foretell
 from foretell.bench.run import BenchConfig
-from foretell.config import EngineConfig
+from foretell.config import EngineConfig, ServerConfig
 from foretell.flags import from_fields
 from foretell.sequence import FinishReason, SamplingParams
-from foretell.terminal import Screen, chat, stats_line, stream
+from foretell.terminal import Screen, chat, read_prompts, stats_line, stream
 
 if TYPE_CHECKING:
-    from foretell.llm import LLM, Result
+    from foretell.answer import Result
+    from foretell.llm import LLM
 
 app = typer.Typer(
     help="LLM inference built around speculative decoding: faster, and the same text.",
@@ -95,7 +96,7 @@ def generate(
     """Answer one prompt or many."""
     if system and as_chat is False:
         raise ValueError("--system goes through the chat template: leave out --raw")
-    texts = _read_prompts(prompts or [], file or [])
+    texts = read_prompts(prompts or [], file or [])
     _check_show_draft(show_draft, engine)
     llm = _open(engine)
     assert llm.tokenizer is not None
@@ -187,6 +188,16 @@ def bench(
 
 
 @app.command()
+@from_fields(EngineConfig, ServerConfig)
+def serve(engine: EngineConfig, server: ServerConfig) -> None:
+    """Serve a model over HTTP, as OpenAI's API. The page at / shows speculation at work."""
+    from foretell.server.run import serve as run
+
+    key = server.api_key or os.environ.get("FORETELL_API_KEY") or None
+    run(_open(engine), dataclasses.replace(server, api_key=key))
+
+
+@app.command()
 def pull(
     model: Annotated[
         str,
@@ -260,22 +271,6 @@ def _get(model: str) -> None:
 
 def _fields(config: EngineConfig) -> dict[str, Any]:
     return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-
-
-def _read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
-    if not prompts and not files:
-        if sys.stdin.isatty():
-            raise ValueError("no prompt: give one in quotes, --file FILE, or - for standard input")
-        prompts = ["-"]
-    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
-    for path in files:
-        try:
-            texts.append(path.read_text(encoding="utf-8"))
-        except UnicodeDecodeError:
-            raise ValueError(f"{path}: not UTF-8 text") from None
-    if any(not text for text in texts):
-        raise ValueError("a prompt is empty: write something for the model to go on from")
-    return texts
 
 
 def _check_show_draft(show_draft: bool, config: EngineConfig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import re
+from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -180,6 +181,45 @@ class EngineConfig:
     def with_(self, **changes: object) -> EngineConfig:
         """A copy with some fields changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Where the server listens and how much it takes on."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is open to the network."""
+    port: int = 8000
+    """Port to listen on; 0 takes a free one."""
+    served_model_name: str | None = None
+    """What clients call the model; the model's own name if not given."""
+    api_key: str | None = None
+    """Key that clients must send; FORETELL_API_KEY does the same and stays out of process lists."""
+    cors_origins: SequenceOf[str] = ()
+    """Web origins whose pages may call the server; none unless given."""
+    max_body: str = "4MiB"
+    """Largest request body."""
+    max_queue: int = 64
+    """Answers that may wait for a place among those that run (max_num_seqs); more get a 429."""
+    request_timeout: float = 600.0
+    """Seconds that a request may take, the wait for its turn included."""
+    drain_timeout: float = 30.0
+    """Seconds that answers in progress get when the server is told to stop."""
+
+    def __post_init__(self) -> None:
+        for name in ("port", "max_queue"):
+            object.__setattr__(self, name, whole(name, getattr(self, name)))
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port={self.port}: must be from 0 (any free one) to 65535")
+        if self.max_queue < 0:
+            raise ValueError(f"max_queue={self.max_queue}: must be 0 or more")
+        for name in ("request_timeout", "drain_timeout"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}={getattr(self, name)}: must be seconds above 0")
+        if self.api_key is not None and not self.api_key.strip():
+            raise ValueError("api_key is empty: leave it out, or give a key")
+        if isinstance(parse_memory(self.max_body), float):
+            raise ValueError(f"max_body={self.max_body!r}: must be a size such as 4MiB")
 
 
 def parse_memory(text: str) -> float | int:

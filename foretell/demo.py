@@ -6,8 +6,9 @@ import statistics
 import sys
 from dataclasses import dataclass, field
 
+from foretell.answer import Result
 from foretell.config import SpeculationConfig
-from foretell.llm import LLM, Result
+from foretell.llm import LLM
 from foretell.progress import progress_bar
 from foretell.sequence import FinishReason, SamplingParams
 

@@ -8,14 +8,16 @@ import threading
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from foretell.answer import Delta, Follower, Result
 from foretell.config import EngineConfig, SpeculationConfig
 from foretell.engine.build import build_engine
 from foretell.engine.detokenize import Detokenizer
+from foretell.models.grammar import Grammars
 from foretell.models.loader import LoadedModel
 from foretell.progress import progress_bar
 from foretell.prompts import (
@@ -26,41 +28,10 @@ from foretell.prompts import (
     is_prompt,
     token_ids,
 )
-from foretell.sequence import FinishReason, Logprob, SamplingParams, Sequence, Stats
+from foretell.sequence import SamplingParams, Sequence
 
 Prompt = str | SequenceOf[int]
 Message = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Result:
-    """One answer."""
-
-    request_id: str
-    index: int
-    """Which of the request's n answers."""
-    prompt_token_ids: list[int]
-    text: str
-    token_ids: list[int]
-    logprobs: list[Logprob] | None
-    prompt_logprobs: list[Logprob | None] | None
-    finish_reason: FinishReason
-    from_draft: list[bool]
-    """For each token: was it the draft's guess?"""
-    stats: Stats
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class Delta:
-    """What one step added to an answer; `result` comes with the last one."""
-
-    request_id: str
-    index: int
-    text: str
-    token_ids: list[int]
-    from_draft: list[bool]
-    result: Result | None = None
 
 
 class LLM:
@@ -140,7 +111,7 @@ class LLM:
         sequences = [
             sequence
             for prompt, own in zip(many, each, strict=True)
-            for sequence in self._sequences(self._encode(prompt), own, speculate)
+            for sequence in self.sequences(self._encode(prompt), own, speculate)
         ]
         return self._run(sequences, progress)
 
@@ -177,7 +148,7 @@ class LLM:
         cannot have one request_id: the second raises ValueError at its first step.
         """
         ids = self._encode(prompt) if is_prompt(prompt) else self.chat_prompt(prompt)  # type: ignore[arg-type]
-        sequences = self._sequences(ids, each_params(params, 1)[0], speculate, request_id)
+        sequences = self.sequences(ids, each_params(params, 1)[0], speculate, request_id)
         return self._stream(sequences)
 
     def abort(self, request_id: str) -> None:
@@ -199,13 +170,21 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def chat_prompt(self, messages: SequenceOf[Message]) -> list[int]:
-        """Token ids of a conversation, up to where the answer begins."""
+    def chat_prompt(
+        self, messages: SequenceOf[Message], tools: SequenceOf[dict[str, Any]] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation, up to where the answer begins; ``tools`` are functions that
+        the model is told of, as OpenAI's API describes them."""
         if self.tokenizer is None:
             raise ValueError(f"{self._no_tokenizer}; use generate with token ids")
-        return self.tokenizer.apply_chat_template(as_conversation(messages))
+        return self.tokenizer.apply_chat_template(as_conversation(messages), tools)
 
     # ---- inside
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        assert self.tokenizer is not None
+        return Grammars(self.tokenizer, self.engine.runtime.vocab_size, self.engine.end_ids)
 
     def _encode(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
@@ -214,14 +193,18 @@ class LLM:
             return self.tokenizer.encode(prompt)
         return token_ids(prompt)
 
-    def _sequences(
+    def sequences(
         self,
         ids: list[int],
         params: SamplingParams,
         speculate: bool,
         request_id: str | None = None,
     ) -> list[Sequence]:
-        """The n sequences of one request, checked but not queued."""
+        """The n sequences of one request, checked but not queued. Safe from any thread.
+
+        Raises:
+            ValueError: the prompt or a parameter cannot be served.
+        """
         self.engine.admit(ids, params)
         if request_id is None:
             free = (f"request-{i}" for i in self._ids)
@@ -242,8 +225,10 @@ class LLM:
                 sequence.detokenizer = Detokenizer(
                     self.tokenizer, ids, params.stop, params.min_tokens
                 )
-            elif params.stop:
-                raise ValueError("stop strings need a tokenizer: use stop_token_ids")
+            elif params.stop or params.grammar:
+                raise ValueError("stop strings and grammars need a tokenizer: leave them out")
+            if params.grammar is not None:
+                sequence.grammar = self._grammars.make(params.grammar)
             out.append(sequence)
         return out
 
@@ -256,30 +241,15 @@ class LLM:
                 now = sum(sequence.finished for sequence in sequences)
                 advance(now - done)
                 done = now
-        return [self._result(sequence) for sequence in sequences]
+        return [Result.of(sequence) for sequence in sequences]
 
     def _stream(self, sequences: list[Sequence]) -> Iterator[Delta]:
-        shown = [(0, 0)] * len(sequences)
-        ended = [False] * len(sequences)
+        followers = [Follower(sequence) for sequence in sequences]
         with self._flight(sequences):
-            while not all(ended):
+            while not all(follower.ended for follower in followers):
                 self._step()
-                for i, sequence in enumerate(sequences):
-                    if ended[i]:
-                        continue
-                    detokenizer = sequence.detokenizer
-                    text = detokenizer.text[: detokenizer.certain] if detokenizer else ""
-                    delta = Delta(
-                        sequence.request_id,
-                        sequence.index,
-                        text[shown[i][0] :],
-                        sequence.output[shown[i][1] :],
-                        sequence.from_draft[shown[i][1] :],
-                        self._result(sequence) if sequence.finished else None,
-                    )
-                    shown[i] = (max(shown[i][0], len(text)), sequence.num_output)
-                    ended[i] = sequence.finished
-                    if delta.text or delta.token_ids or delta.result:
+                for follower in followers:
+                    if delta := follower.delta():
                         yield delta
 
     def _step(self) -> None:
@@ -319,22 +289,3 @@ class LLM:
                 self._drain()
             for name in mine:
                 del self._live[name]
-
-    def _result(self, sequence: Sequence) -> Result:
-        assert sequence.finish_reason is not None
-        params = sequence.params
-        return Result(
-            request_id=sequence.request_id,
-            index=sequence.index,
-            prompt_token_ids=sequence.tokens[: sequence.num_prompt],
-            text=sequence.detokenizer.text if sequence.detokenizer else "",
-            token_ids=sequence.output,
-            logprobs=sequence.logprobs if params.logprobs is not None else None,
-            prompt_logprobs=(
-                sequence.prompt_logprobs if params.prompt_logprobs is not None else None
-            ),
-            finish_reason=sequence.finish_reason,
-            from_draft=list(sequence.from_draft),
-            stats=replace(sequence.stats),
-            error=sequence.error,
-        )

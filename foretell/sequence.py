@@ -43,6 +43,12 @@ def _flag(name: str, value: Any) -> bool:
     raise ValueError(f"{name}={value!r}: must be True or False")
 
 
+def _text(name: str, value: Any) -> str:
+    if isinstance(value, str) and value.strip():
+        return value
+    raise ValueError(f"{name}={value!r}: must be a JSON schema or a Lark grammar, as text")
+
+
 def _texts(name: str, value: Any) -> tuple[str, ...]:
     texts = (value,) if isinstance(value, str) else _items(name, value, "strings")
     if all(isinstance(text, str) and text for text in texts):
@@ -114,6 +120,8 @@ class SamplingParams:
     """Log-probabilities of the chosen token and of that many alternatives; None for none."""
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens."""
+    grammar: str | None = None
+    """A JSON schema, or a Lark grammar, that the answer obeys."""
     n: int = 1
     """How many answers."""
 
@@ -202,10 +210,12 @@ _KINDS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("bad_token_ids", "stop_token_ids", "allowed_token_ids"), _token_ids),
     "logit_bias": _bias,
     "stop": _texts,
+    "grammar": _text,
     "ignore_eos": _flag,
 }
 _NONE_IS_LEGAL = {
     *("max_tokens", "seed", "logprobs", "prompt_logprobs", "allowed_token_ids", "logit_bias"),
+    "grammar",
 }
 
 
@@ -290,10 +300,16 @@ class Sequence:
     """For each answer token: was it the draft's guess?"""
     stats: Stats = field(default_factory=Stats)
     detokenizer: Any = None
+    grammar: Any = None
+    """What the answer obeys (`foretell.models.grammar.Grammar`)."""
     shape: Any = None
     """How its logits are shaped; made by the engine at the first draw."""
     speculate: bool = True
     """False: no drafts, and the drafter does not even watch."""
+    k: int | None = None
+    """Fewer draft tokens a step than the engine's own k."""
+    prediction: list[int] = field(default_factory=list[int])
+    """What the answer will probably say, for schemes that read it (`Needs.prediction`)."""
     num_hashed_pages: int = 0
     """Leading pages that the prefix cache knows."""
     hash_parent: int = 0

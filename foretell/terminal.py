@@ -10,12 +10,14 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from foretell.sequence import FinishReason, SamplingParams, Stats
 
 if TYPE_CHECKING:  # torch comes in with it, and --help must not wait for torch
-    from foretell.llm import LLM, Result
+    from foretell.answer import Result
+    from foretell.llm import LLM
 
 # What could move the cursor or change the terminal, should a model write it.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -190,3 +192,24 @@ def _ctrl_c(abort: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+def read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
+    """Prompts as given, from standard input (-) and from files.
+
+    Raises:
+        ValueError: there is none, or one that is empty or no text.
+    """
+    if not prompts and not files:
+        if sys.stdin.isatty():
+            raise ValueError("no prompt: give one in quotes, --file FILE, or - for standard input")
+        prompts = ["-"]
+    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+    for path in files:
+        try:
+            texts.append(path.read_text(encoding="utf-8"))
+        except UnicodeDecodeError:
+            raise ValueError(f"{path}: not UTF-8 text") from None
+    if any(not text for text in texts):
+        raise ValueError("a prompt is empty: write something for the model to go on from")
+    return texts

@@ -150,6 +150,7 @@ class _Slot:
 
     sequence: Sequence
     index: NgramIndex
+    num_read: int = 0  # tokens of the sequence that are in the index
     drafted_at: int = -1  # text length at the last draft, -1 for none open
     tokens: list[int] = field(default_factory=list[int])  # its tree, root first
     parents: list[int] = field(default_factory=list[int])
@@ -192,7 +193,7 @@ class PromptLookup(Drafter):
 
     def __init__(self, config: SpeculationConfig, runtime: DraftRuntime) -> None:
         super().__init__(config, runtime)
-        self.needs = Needs(max_nodes=config.k)
+        self.needs = Needs(max_nodes=config.k, prediction=True)
         self._slots: dict[int, _Slot] = {}
 
     def observe(self, commit: Commit) -> None:
@@ -227,10 +228,17 @@ class PromptLookup(Drafter):
     def _read(self, sequence: Sequence, end: int) -> _Slot:
         """The slot's state with the first ``end`` tokens indexed, made anew for a new sequence."""
         slot = self._slots.get(sequence.slot)
-        if slot is None or slot.sequence is not sequence or len(slot.index) > len(sequence.tokens):
+        if slot is None or slot.sequence is not sequence or slot.num_read > len(sequence.tokens):
             index = NgramIndex(self.options.ngram_min, self.options.ngram_max)
             slot = self._slots[sequence.slot] = _Slot(sequence, index)
-        slot.index.extend(sequence.tokens[len(slot.index) : end])
+        start, asked = slot.num_read, sequence.num_prompt
+        if sequence.prediction and start < asked <= end:
+            # As if the prompt had been answered with the prediction and its end came once more.
+            slot.index.extend(sequence.tokens[start:asked])
+            slot.index.extend(sequence.prediction)
+            start = max(0, asked - self.options.ngram_max)
+        slot.index.extend(sequence.tokens[start:end])
+        slot.num_read = max(slot.num_read, end)
         return slot
 
     def _draft(

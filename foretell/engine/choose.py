@@ -111,7 +111,9 @@ def choose(
     for at, i, outcome in zip(starts, reached, found, strict=True):
         outcomes[i] = outcome
         if outcome.failed:
-            errors[i] = reason(shaped[at + (outcome.path[-1] if outcome.path else 0)])
+            grammar = items[i].sequence.grammar
+            row = at + (outcome.path[-1] if outcome.path else 0)
+            errors[i] = (grammar and grammar.problem) or reason(shaped[row])
     return Choice(outcomes, errors, logits, spans)
 
 
@@ -123,6 +125,7 @@ def shape_of(sequence: Sequence, end_ids: frozenset[int]) -> Shape:
             sequence.params,
             History(sequence.tokens[: sequence.num_prompt], sequence.output),
             tuple(ends | frozenset(sequence.params.stop_token_ids)),
+            sequence.grammar,
         )
     return sequence.shape
 

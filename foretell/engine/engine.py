@@ -123,17 +123,22 @@ class Engine:
             with phase("commit"):
                 starts, trees = [item.sequence.num_computed for item in items], tree.lists()
                 for i, (item, span) in enumerate(zip(items, spans, strict=True)):
-                    prompt_logprobs(item, span, output.logits)
-                    if item.reaches_end:
-                        self._commit(item, trees[i], i, choice)
+                    try:
+                        prompt_logprobs(item, span, output.logits)
+                        if item.reaches_end:
+                            self._commit(item, trees[i], i, choice)
+                        else:
+                            item.sequence.num_computed += item.num_run
+                    except Exception as error:  # its tokenizer, say: the others go on
+                        log.error("an answer failed", exc_info=error)
+                        self._fail(item.sequence, f"its step failed: {error!r}")
+                    if item.reaches_end or item.sequence.finished:
                         news.append(item.sequence)
-                    else:
-                        item.sequence.num_computed += item.num_run
             with phase("observe"):
                 self._observe(items, spans, starts, choice, output.features)
                 self._retire(items)
         except BaseException:  # Ctrl-C too: half-written sequences cannot go on
-            self._give_up(items)
+            self._give_up([item.sequence for item in items], "the step that made it failed")
             raise
         self.metrics.num_steps += 1
         self.metrics.num_rows += len(rows)
@@ -165,7 +170,8 @@ class Engine:
         if needs.max_positions is not None:
             room = min(room, needs.max_positions - length)
         left = self._tokens_left(sequence)
-        return limit(self.k, needs.max_nodes, room, left)
+        k = self.k if sequence.k is None else min(self.k, sequence.k)
+        return limit(k, needs.max_nodes, room, left)
 
     def _tokens_left(self, sequence: Sequence) -> int:
         room = self.runtime.max_model_len - len(sequence.tokens)
@@ -237,6 +243,8 @@ class Engine:
             return FinishReason.STOP
         if sequence.detokenizer and sequence.detokenizer.push(token):
             return FinishReason.STOP
+        if sequence.grammar and sequence.grammar.extend(token):
+            return FinishReason.STOP
         return FinishReason.LENGTH if self._tokens_left(sequence) <= 0 else None
 
     def _observe(
@@ -303,12 +311,19 @@ class Engine:
         self.metrics.num_finished += 1
         self.metrics.num_failed += reason == FinishReason.ERROR
 
-    def _give_up(self, items: list[Item]) -> None:
-        for sequence in (item.sequence for item in items):
-            if not sequence.finished:
-                with suppress(Exception):  # it may be the tokenizer that failed
-                    self._finish(sequence, FinishReason.ERROR, "the step that made it failed")
+    def fail_running(self, message: str) -> None:
+        """Ends all that runs, where steps fail again and again; what waits may go on."""
+        self._give_up(list(self.scheduler.running), message)
+
+    def _give_up(self, sequences: list[Sequence], message: str) -> None:
+        for sequence in sequences:
+            self._fail(sequence, message)
             self.scheduler.remove(sequence)
+
+    def _fail(self, sequence: Sequence, message: str) -> None:
+        if not sequence.finished:
+            with suppress(Exception):  # it may be the tokenizer that failed
+                self._finish(sequence, FinishReason.ERROR, message)
 
     def _forget(self, slots: list[int]) -> None:
         if self.drafter is not None:
@@ -318,11 +333,7 @@ class Engine:
         self.metrics.drafter_errors += 1
         self.metrics.last_drafter_error = f"{where}: {type(error).__name__}: {error}"
         if self.metrics.drafter_errors == 1:
-            log.warning(
-                "the drafter failed and its drafts are dropped (%s)",
-                error,
-                exc_info=True,
-            )
+            log.warning("the drafter failed, its drafts are dropped (%s)", error, exc_info=True)
 
     @staticmethod
     def _wants_prompt(sequence: Sequence) -> int | None:

@@ -33,6 +33,9 @@ class Metrics:
     num_failed: int = 0
     drafter_errors: int = 0
     last_drafter_error: str = ""
+    drafted_by_position: list[int] = field(default_factory=list[int])
+    """As in `Stats`, over all requests."""
+    accepted_by_position: list[int] = field(default_factory=list[int])
     phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     @contextmanager
@@ -61,6 +64,8 @@ class Metrics:
         for counts, number in (
             (stats.drafted_by_position, reached),
             (stats.accepted_by_position, accepted),
+            (self.drafted_by_position, reached),
+            (self.accepted_by_position, accepted),
         ):
             counts.extend([0] * (reached - len(counts)))
             for position in range(number):

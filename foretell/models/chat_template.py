@@ -25,8 +25,15 @@ class ChatTemplate:
         self.source = source
         self.special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """The conversation up to where the assistant's answer starts.
+
+        Args:
+            tools: functions that the model may call, as OpenAI's API describes them.
 
         Raises:
             ValueError: a message is malformed, or the template refuses the conversation.
@@ -35,7 +42,7 @@ class ChatTemplate:
         try:
             return self._template.render(
                 messages=plain,
-                tools=None,
+                tools=list(tools) if tools else None,
                 documents=None,
                 add_generation_prompt=True,
                 **self.special_tokens,

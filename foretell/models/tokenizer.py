@@ -57,7 +57,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self.template is not None
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer starts.
 
         Raises:
@@ -65,7 +69,7 @@ class Tokenizer:
         """
         if self.template is None:
             raise ValueError(f"{self.name}: this model has no chat template; generate from text")
-        return self.encode(self.template.render(messages), add_special=False)
+        return self.encode(self.template.render(messages, tools), add_special=False)
 
     @cached_property
     def id_to_token(self) -> dict[int, str]:

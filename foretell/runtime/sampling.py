@@ -4,9 +4,9 @@ Logits come in one row a tree node. Each row is shaped with its own history (pro
 the draft path down to that node), so a token is drawn exactly as plain decoding would draw it
 there, whatever was drafted. A row's result depends on that row alone, to the last bit.
 
-Order and definitions are vLLM's: allowed tokens, bad tokens, bias, minimum length, repetition
-penalty (over prompt and answer), frequency and presence penalty (over the answer), temperature,
-min-p, top-k, top-p. Ties are broken by the lower token id (`foretell.spec.shape`).
+Order and definitions are vLLM's: allowed tokens, grammar, bad tokens, bias, minimum length,
+repetition penalty (over prompt and answer), frequency and presence penalty (over the answer),
+temperature, min-p, top-k, top-p. Ties are broken by the lower token id (`foretell.spec.shape`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -72,13 +72,15 @@ class Shape:
     history: History
     stop_ids: tuple[int, ...] = ()
     """End-of-text and stop tokens, which ``min_tokens`` bans at first."""
+    grammar: Any = None
+    """A `foretell.models.grammar.Grammar`, or None."""
 
     @cached_property
     def has_edits(self) -> bool:
         """Does anything but temperature and filters act on the logits?"""
         p = self.params
         bans = p.bad_token_ids or p.allowed_token_ids is not None or p.min_tokens
-        return bool(bans or p.logit_bias or p.has_penalties)
+        return bool(bans or p.logit_bias or p.has_penalties or self.grammar)
 
 
 class ShapeRow(NamedTuple):
@@ -167,8 +169,8 @@ def reason(shaped_row: Tensor) -> str:
     """Why nothing can be drawn from that row [V], for the error of the request."""
     if bool((shaped_row == -torch.inf).all()):
         return (
-            "no token is left to choose from: allowed_token_ids, bad_token_ids, min_tokens and "
-            "logit_bias together exclude every token"
+            "no token is left to choose from: allowed_token_ids, bad_token_ids, min_tokens, "
+            "logit_bias and grammar together exclude every token"
         )
     return "the model's logits are not finite (NaN or infinity), so no token can be drawn"
 
@@ -212,6 +214,10 @@ def _ban_and_bias(row: Tensor, of: ShapeRow) -> None:
         mask = torch.full_like(row, -torch.inf)
         mask[_in_range(params.allowed_token_ids, row)] = 0.0
         row += mask
+    if of.shape.grammar is not None and (allowed := of.shape.grammar.mask(of.path)) is not None:
+        row += torch.from_numpy(np.where(allowed, np.float32(0), -np.float32(np.inf))).to(
+            row.device
+        )
     banned = list(params.bad_token_ids)
     if of.num_output < params.min_tokens:
         banned += of.shape.stop_ids

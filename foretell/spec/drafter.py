@@ -45,6 +45,8 @@ class Needs:
     """Most draft tokens a sequence and step, the root not counted."""
     nodes: int | None = None
     """Draft tokens for each step, where the scheme's own options decide about that; else k."""
+    prediction: bool = False
+    """Does it draft from `Sequence.prediction`?"""
     max_positions: int | None = None
     """The drafter's own context limit, where it is shorter than the target's."""
 

@@ -16,7 +16,8 @@ from tempfile import mkdtemp
 import torch
 from safetensors.torch import load_file, save_file
 
-from foretell.llm import LLM, Result
+from foretell.answer import Result
+from foretell.llm import LLM
 from foretell.models.loader import LoadedModel, load
 from foretell.sequence import SamplingParams, Sequence
 from tests import tiny

@@ -136,7 +136,8 @@ METHODS = [
 
 
 def test_F4_every_field_has_a_case():
-    fields = {field.name for field in dataclasses.fields(SamplingParams)}
+    # Grammars need a tokenizer that these rigs lack: test_G_grammars walks them by scheme.
+    fields = {field.name for field in dataclasses.fields(SamplingParams)} - {"grammar"}
     assert set(OTHER_VALUES) == fields
     assert set(ILLEGAL) == fields - {"ignore_eos"}
 

@@ -14,7 +14,7 @@ from tests import tiny
 
 def start(llm: LLM, prompts: list[list[int]], params: SamplingParams, **options) -> list[Sequence]:
     """Queues prompts without running them."""
-    sequences = [s for prompt in prompts for s in llm._sequences(prompt, params, True, **options)]
+    sequences = [s for prompt in prompts for s in llm.sequences(prompt, params, True, **options)]
     for sequence in sequences:
         llm.engine.add(sequence)
     return sequences

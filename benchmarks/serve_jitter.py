@@ -1,0 +1,130 @@
+"""Inter-token latency under streaming clients, against the offline engine on the same prompts.
+
+    python benchmarks/serve_jitter.py --clients 32 --tokens 48
+
+Prints gaps between steps in milliseconds: of the engine alone, and as clients see them through the
+server. The first steps, in which prompts are still read, are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import time
+
+import httpx2 as httpx
+import numpy as np
+
+from foretell.config import ServerConfig
+from foretell.llm import LLM
+from foretell.sequence import SamplingParams
+
+
+def prompts(count: int) -> list[str]:
+    return [f"Write number {i} in words, then say something about it." for i in range(count)]
+
+
+def offline(llm: LLM, count: int, tokens: int) -> list[float]:
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    ids = [llm.chat_prompt([{"role": "user", "content": text}]) for text in prompts(count)]
+    results = llm.generate(ids, params)
+    begun = max(result.stats.first_token or 0.0 for result in results)
+    return [
+        gap for result in results for gap in gaps(t for t in result.stats.token_times if t >= begun)
+    ]
+
+
+def gaps(times) -> list[float]:
+    """Between steps; tokens of one step come at one time."""
+    return [b - a for a, b in itertools.pairwise(sorted(set(times)))]
+
+
+async def client(http: httpx.AsyncClient, text: str, tokens: int) -> list[float]:
+    body = {
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True,
+    }  # fmt: skip
+    times: list[float] = []
+    async with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {") and json.loads(line[6:])["choices"][0]["delta"].get(
+                "content"
+            ):
+                times.append(time.perf_counter())
+    return times
+
+
+async def clients(url: str, count: int, tokens: int) -> list[float]:
+    limits = httpx.Limits(max_connections=count)
+    async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as http:
+        times = await asyncio.gather(*(client(http, text, tokens) for text in prompts(count)))
+    begun = max(each[0] for each in times)
+    return [gap for each in times for gap in gaps(t for t in each if t >= begun)]
+
+
+def serve(config: dict, ready, results) -> None:
+    """In a process of its own: what it costs to serve is then the server's, not the clients'."""
+    import threading
+
+    import uvicorn
+
+    from foretell.server.app import create_app
+    from foretell.server.run import listen, uvicorn_config
+
+    settings = ServerConfig(port=0)
+    app = create_app(LLM(**config), settings)
+    with listen(settings.host, 0) as listening:
+        server = uvicorn.Server(uvicorn_config(app, settings))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        ready.put(listening.getsockname()[1])
+        results.get()
+        server.should_exit = True
+        thread.join()
+
+
+def line(name: str, values: list[float]) -> np.ndarray:
+    found = np.percentile(np.array(values) * 1000, [50, 90, 99])
+    print(f"{name:10} p50 {found[0]:7.1f}  p90 {found[1]:7.1f}  p99 {found[2]:7.1f} ms", flush=True)
+    return found
+
+
+def main() -> None:
+    import multiprocessing
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--speculation", default=None)
+    given = parser.parse_args()
+    config = {
+        "speculation": given.speculation, "threads": given.threads, "max_num_seqs": given.clients,
+        "max_model_len": 1024, "prefix_caching": False,
+    }  # fmt: skip
+    context = multiprocessing.get_context("spawn")
+    ready, end = context.Queue(), context.Queue()
+    process = context.Process(target=serve, args=(config, ready, end), daemon=True)
+    process.start()
+    url = f"http://127.0.0.1:{ready.get()}"
+    llm = LLM(**config)
+    alone: list[float] = []
+    served: list[float] = []
+    for round_ in range(given.rounds + 1):  # turns, so that noise falls on both
+        one = offline(llm, given.clients, given.tokens)
+        other = asyncio.run(clients(url, given.clients, given.tokens))
+        if round_:  # the first warms up
+            alone += one
+            served += other
+    a, b = line("offline", alone), line("clients", served)
+    print("ratio      " + "  ".join(f"{y / x:.2f}x" for x, y in zip(a, b, strict=True)))
+    end.put(None)
+    process.join(20)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Answers that obey a grammar: which tokens may follow, at every node of a draft tree.
+
+`llguidance` reads JSON schemas and Lark grammars and keeps a parser over the model's own tokens.
+The parser stands where the committed answer stands. For a node of a tree it is led along the path
+to that node, asked, and later rolled back, so a draft that breaks the grammar is a rejection like
+any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import numpy as np
+
+from foretell.models.tokenizer import Tokenizer
+
+# A model may hesitate, but not for ever: some space between the parts of JSON, never only space.
+_JSON: Any = {"whitespace_pattern": r"[ \n]{1,16}"}
+
+
+class Grammars:
+    """Makes grammars for one model.
+
+    Args:
+        tokenizer: of the model.
+        vocab_size: of its logits.
+        end_ids: tokens that end a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int]) -> None:
+        import llguidance
+
+        self.vocab_size, self.end_ids = vocab_size, sorted(end_ids)
+        if not self.end_ids:
+            raise ValueError("grammar: this model has no end-of-text token to end an answer with")
+        self._tokenizer = llguidance.LLTokenizer(
+            tokenizer.inner.to_str(), n_vocab=vocab_size, eos_token=self.end_ids[0]
+        )
+        self._matcher = llguidance.LLMatcher
+
+    def make(self, text: str) -> Grammar:
+        """A grammar at its start.
+
+        Args:
+            text: a JSON schema (it begins with a brace), or a Lark grammar as llguidance reads it.
+
+        Raises:
+            ValueError: it cannot be read.
+        """
+        try:
+            if text.lstrip().startswith("{"):
+                source = self._matcher.grammar_from_json_schema(text, defaults=_JSON)
+            else:
+                source = self._matcher.grammar_from_lark(text)
+            matcher = self._matcher(self._tokenizer, source, log_level=0)
+        except ValueError as error:
+            raise ValueError(f"grammar: {' '.join(str(error).split())}") from None
+        if problem := matcher.get_error():
+            raise ValueError(f"grammar: {' '.join(problem.split())}")
+        return Grammar(matcher, self.vocab_size, self.end_ids)
+
+
+class Grammar:
+    """Where one answer stands in its grammar."""
+
+    def __init__(self, matcher: Any, vocab_size: int, end_ids: list[int]) -> None:
+        self._matcher, self._ends, self._vocab = matcher, end_ids, vocab_size
+        self._words = np.zeros((vocab_size + 31) // 32, np.int32)
+        self._ahead: list[int] = []  # tokens behind the committed ones that the parser has read
+
+    def mask(self, path: SequenceOf[int]) -> np.ndarray | None:
+        """Tokens that may follow the answer and then the tokens of ``path``.
+
+        Returns:
+            [V] bool; None where ``path`` breaks the grammar or goes on behind its end, so that
+            nobody will ever ask what follows. Nothing is allowed once there is a `problem`.
+        """
+        allowed = np.zeros(self._vocab, np.bool_)
+        if not self._lead(path):
+            return None if self.problem is None else allowed
+        if self._matcher.is_stopped():
+            allowed[self._ends] = True
+            return allowed
+        self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        if self.problem is not None:
+            return allowed
+        bits = np.unpackbits(self._words.view(np.uint8), bitorder="little")
+        allowed = bits[: self._vocab].view(np.bool_)
+        if allowed[self._ends[0]]:
+            allowed[self._ends] = True
+        return allowed
+
+    def extend(self, token: int) -> bool:
+        """Takes in the answer's next token; True where nothing may follow it."""
+        if not self._lead([token]):
+            raise RuntimeError(self.problem or "the answer broke its grammar")
+        self._ahead.clear()
+        return self._matcher.is_stopped()
+
+    @property
+    def problem(self) -> str | None:
+        """Why the parser gave up (a grammar may need too much work), None while it goes on."""
+        return self._matcher.get_error() if self._matcher.is_error() else None
+
+    def _lead(self, path: SequenceOf[int]) -> bool:
+        """Puts the parser behind ``path``; False where it does not go there."""
+        shared = 0
+        while shared < min(len(path), len(self._ahead)) and path[shared] == self._ahead[shared]:
+            shared += 1
+        if back := len(self._ahead) - shared:
+            self._matcher.rollback(back)
+            del self._ahead[shared:]
+        for token in path[shared:]:
+            if not self._matcher.try_consume_tokens([token]):
+                return False
+            self._ahead.append(token)
+        return self.problem is None

@@ -1,0 +1,139 @@
+"""What stands before every route: request ids, the key, the size of bodies, and one log line."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import re
+import secrets
+import sys
+import time
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from foretell.server.errors import ApiError
+from foretell.server.metrics import ServerMetrics
+
+log = logging.getLogger("foretell.server.requests")
+OPEN = {"/", "/health", "/openapi.json"}
+"""Paths that need no key: they tell nothing of what is asked."""
+_METHODS = {"GET", "POST", "OPTIONS", "HEAD"}
+_ID = re.compile(r"[\w.:-]{1,64}")
+
+
+class Guard:
+    """ASGI middleware, the outermost one.
+
+    Args:
+        api_key: None lets everybody in.
+        max_body: bytes.
+    """
+
+    def __init__(
+        self, app: ASGIApp, api_key: str | None, max_body: int, metrics: ServerMetrics
+    ) -> None:
+        self.app = app
+        self.key = None if api_key is None else f"Bearer {api_key}".encode()
+        self.max_body = max_body
+        self.metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        name = given if _ID.fullmatch(given) else secrets.token_hex(12)
+        notes: dict[str, Any] = {}
+        scope.setdefault("state", {}).update(request_id=name, notes=notes)
+        start, status = time.perf_counter(), 499  # nobody was there to be answered
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
+            await send(message)
+
+        try:
+            error = self._refuse(scope, headers)
+            if error is not None:
+                await error.response()(scope, receive, answer)
+            else:
+                await self.app(scope, self._counted(receive), answer)
+        finally:
+            seconds = time.perf_counter() - start
+            route = getattr(scope.get("route"), "path", "other")
+            method = scope["method"] if scope["method"] in _METHODS else "other"
+            self.metrics.requests.labels(route, method, str(status)).inc()
+            log.info(
+                "request",
+                extra={
+                    "fields": {
+                        "request_id": name,
+                        "method": scope["method"],
+                        "path": scope["path"],
+                        "status": status,
+                        "seconds": round(seconds, 4),
+                        **notes,
+                    }
+                },
+            )
+
+    def _refuse(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
+        preflight = scope["method"] == "OPTIONS"  # carries no key by its nature, and does nothing
+        if self.key is not None and scope["path"] not in OPEN and not preflight:
+            given = headers.get(b"authorization", b"")
+            if not hmac.compare_digest(given, self.key):
+                message = "send the server's key as Authorization: Bearer KEY"
+                return ApiError(401, message, code="invalid_api_key")
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self.max_body:
+            return ApiError(413, self._too_large, code="body_too_large")
+        return None
+
+    def _counted(self, receive: Receive) -> Receive:
+        """Bodies that do not say how long they are."""
+        taken = 0
+
+        async def counted() -> Message:
+            nonlocal taken
+            message = await receive()
+            taken += len(message.get("body", b""))
+            if taken > self.max_body:
+                raise HTTPException(413, self._too_large)
+            return message
+
+        return counted
+
+    @property
+    def _too_large(self) -> str:
+        return f"the body is larger than {self.max_body} bytes, the most this server takes"
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, ensure_ascii=False, default=str)
+
+
+def log_as_json() -> None:
+    """Everything that is logged in this process goes to stderr as JSON lines."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.getLogger("uvicorn.access").disabled = True  # the guard's lines say more

@@ -1,0 +1,58 @@
+"""Starts the server and sees it off."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+import uvicorn
+
+from foretell.config import ServerConfig
+from foretell.llm import LLM
+from foretell.server.app import create_app
+from foretell.server.guard import log_as_json
+
+
+def serve(llm: LLM, config: ServerConfig) -> None:
+    """Serves until it is told to stop (SIGINT, SIGTERM): then nothing new is taken, and answers in
+    progress have ``drain_timeout`` seconds.
+
+    Raises:
+        ValueError: the address cannot be listened on.
+    """
+    app = create_app(llm, config)
+    with listen(config.host, config.port) as listening:
+        host, port = listening.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        print(f"foretell: {app.state.service.name} at http://{shown}:{port}", file=sys.stderr)
+        log_as_json()
+        uvicorn.Server(uvicorn_config(app, config)).run(sockets=[listening])
+
+
+def uvicorn_config(app: object, config: ServerConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=max(1, round(config.drain_timeout)),
+    )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there.
+
+    Raises:
+        ValueError: it is taken, or not ours.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except OSError as error:
+        listening.close()
+        raise ValueError(
+            f"cannot listen on {host}:{port} ({error.strerror}); give another --host or --port"
+        ) from None
+    return listening

@@ -1,0 +1,267 @@
+"""Limits, disconnects, crashes and the end: what a server does on a bad day."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import httpx2 as httpx
+import pytest
+
+from foretell.engine.detokenize import Detokenizer
+from foretell.sequence import SamplingParams
+from foretell.server.guard import JsonLines
+from tests.server import rig
+from tests.server.test_errors import check
+
+LONG = {"prompt": "once", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+
+
+@contextmanager
+def slow(server, pause=0.01):
+    """Steps that last, so that there is time to act between them."""
+    real = server.llm.engine.step
+
+    def step():
+        time.sleep(pause)
+        return real()
+
+    server.llm.engine.step = step
+    yield
+    server.llm.engine.step = real
+
+
+def until(condition):
+    for _ in range(1000):
+        if condition():
+            return
+        time.sleep(0.005)
+    raise AssertionError("it never came to that")
+
+
+def test_the_key_is_asked_for():
+    with rig.running(api_key="secret") as server:
+        check(server.http.get("/v1/models"), 401, code="invalid_api_key")
+        check(server.http.get("/metrics"), 401)
+        check(server.post("/v1/completions", prompt="x"), 401)
+        wrong = {"Authorization": "Bearer secreT"}
+        assert server.http.get("/v1/models", headers=wrong).status_code == 401
+        right = {"Authorization": "Bearer secret"}
+        assert server.http.get("/v1/models", headers=right).status_code == 200
+        assert server.http.get("/health").status_code == 200
+        assert server.http.get("/").status_code == 200
+
+
+def test_no_other_origin_may_read_unless_it_is_named():
+    asked = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    with rig.running() as server:
+        answer = server.http.get("/v1/models", headers={"Origin": "https://a.example"})
+        assert "access-control-allow-origin" not in answer.headers
+        assert server.http.options("/v1/models", headers=asked).status_code == 405
+    with rig.running(api_key="k", cors_origins=["https://a.example"]) as server:
+        answer = server.http.options("/v1/completions", headers=asked)
+        assert answer.headers["access-control-allow-origin"] == "https://a.example"
+        other = server.http.options("/v1/models", headers=asked | {"Origin": "https://b.example"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+def test_bodies_have_a_limit():
+    with rig.running(max_body="10kB") as server:
+        check(server.post("/v1/completions", prompt="x" * 20_000), 413)
+
+        def chunks():  # no Content-Length
+            yield b'{"prompt": "'
+            for _ in range(50):
+                yield b"x" * 1000
+            yield b'"}'
+
+        headers = {"Content-Type": "application/json"}
+        answer = server.http.post("/v1/completions", content=chunks(), headers=headers)
+        check(answer, 413)
+        server.complete(prompt="x", max_tokens=2)
+
+
+def test_a_full_queue_is_told_when_to_come_back():
+    engine = rig.llm(max_num_seqs=1)
+    with rig.running(engine=engine, max_queue=1) as server, slow(server):
+        with ThreadPoolExecutor(2) as pool:
+            asked = [pool.submit(server.complete, **LONG | {"max_tokens": 60}) for _ in range(2)]
+            until(lambda: server.http.get("/health").json()["waiting"] == 1)
+            refused = server.post("/v1/completions", **LONG)
+            check(refused, 429, code="queue_full")
+            assert int(refused.headers["retry-after"]) >= 1
+            many = server.post("/v1/completions", **LONG, n=3)
+            check(many, 400, "n")
+            texts = {future.result()["choices"][0]["text"] for future in asked}
+            assert len(texts) == 1
+        server.complete(prompt="x", max_tokens=2)
+        server.wait_idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_time_is_up(stream):
+    with rig.running(request_timeout=0.3) as server, slow(server):
+        if not stream:
+            check(server.post("/v1/completions", **LONG), 504, code="timeout")
+        else:
+            with server.http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as got:
+                lines = [line for line in got.iter_lines() if line]
+            assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "timeout"
+            assert len(lines) > 2
+        server.wait_idle()
+
+
+@pytest.mark.parametrize("scheme", [None, rig.LOOKUP, "draft-model:weights=target,k=3"])
+def test_a_client_that_goes_away_frees_its_pages(scheme):
+    with rig.running(scheme) as server, slow(server):
+        engine = server.llm.engine
+        for stream in (True, False):
+            body = LONG | {"stream": stream, "n": 2}
+            other = ThreadPoolExecutor(1)
+            stays = other.submit(server.complete, prompt="stays", max_tokens=100, temperature=0)
+            until(lambda: engine.scheduler.running)
+            with httpx.Client(base_url=server.url, timeout=httpx.Timeout(30, read=0.2)) as client:
+                if stream:
+                    with client.stream("POST", "/v1/completions", json=body) as answer:
+                        next(answer.iter_lines())
+                else:
+                    with pytest.raises(httpx.ReadTimeout):
+                        client.post("/v1/completions", json=body)
+            steps = engine.metrics.num_steps
+            until(lambda: len(engine.scheduler.running) <= 1)
+            assert engine.metrics.num_steps - steps < 100
+            (expected,) = rig.llm().generate("stays", SamplingParams(max_tokens=100, temperature=0))
+            assert stays.result()["choices"][0]["text"] == expected.text
+            server.wait_idle()
+        assert server.app.state.service.bridge.num_open == 0
+
+
+def test_a_client_that_leaves_the_queue_is_forgotten():
+    engine = rig.llm(max_num_seqs=1)
+    with rig.running(engine=engine) as server, slow(server):
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(server.complete, **LONG | {"max_tokens": 150})
+            until(lambda: engine.engine.scheduler.running)
+            with httpx.Client(base_url=server.url, timeout=0.1) as client:
+                for stream in (True, False):
+                    with pytest.raises(httpx.ReadTimeout):  # events start with what is said
+                        client.post("/v1/completions", json=LONG | {"stream": stream})
+            until(lambda: not engine.engine.scheduler.waiting)
+            assert engine.engine.scheduler.running, "the first one goes on"
+            assert first.result()["usage"]["completion_tokens"] == 150
+        server.wait_idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_request_that_crashes_leaves_the_others_alone(stream, monkeypatch):
+    real = Detokenizer.push
+
+    def push(self, token):
+        if self.stop == ("crash",) and self.num_tokens == 5:
+            raise RuntimeError("scripted")
+        return real(self, token)
+
+    monkeypatch.setattr(Detokenizer, "push", push)
+    with rig.running() as server, slow(server, 0.002), ThreadPoolExecutor(4) as pool:
+        body = {"max_tokens": 60, "temperature": 0}
+        asked = [pool.submit(server.complete, prompt=f"good {i}", **body) for i in range(3)]
+        bad = body | {"prompt": "bad", "stop": "crash", "ignore_eos": True}
+        if stream:
+            with server.http.stream("POST", "/v1/completions", json=bad | {"stream": True}) as got:
+                lines = [line.removeprefix("data: ") for line in got.iter_lines() if line]
+            error = json.loads(lines[-1])["error"]
+            assert error["type"] == "server_error"
+        else:
+            check(server.post("/v1/completions", **bad), 500, code="answer_failed")
+        for i, future in enumerate(asked):
+            (expected,) = rig.llm().generate(f"good {i}", SamplingParams(**body))
+            assert future.result()["choices"][0]["text"] == expected.text
+        server.wait_idle()
+
+
+def test_a_pass_that_fails_once_is_repeated_and_twice_ends_what_runs(monkeypatch):
+    with rig.running() as server:
+        runtime = server.llm.engine.runtime
+        real, left = runtime.forward_target, [0]
+
+        def forward(rows):
+            if left[0]:
+                left[0] -= 1
+                raise RuntimeError("scripted")
+            return real(rows)
+
+        monkeypatch.setattr(runtime, "forward_target", forward)
+        expected = server.complete(prompt="x", max_tokens=8, temperature=0)["choices"]
+        left[0] = 1
+        assert server.complete(prompt="x", max_tokens=8, temperature=0)["choices"] == expected
+        left[0] = 2
+        check(server.post("/v1/completions", prompt="x", max_tokens=8), 500)
+        assert server.complete(prompt="x", max_tokens=8, temperature=0)["choices"] == expected
+        server.wait_idle()
+
+
+def test_an_engine_that_died_says_so(monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda *_: None)
+    with rig.running() as server:
+
+        def die():
+            raise SystemExit
+
+        server.llm.engine.step = die
+        check(server.post("/v1/completions", prompt="x"), 503)
+        check(server.post("/v1/completions", prompt="x"), 503, code="unavailable")
+        assert server.http.get("/health").status_code == 503
+
+
+def test_answers_in_progress_are_finished_before_the_end():
+    with rig.running() as server, slow(server):
+        body = LONG | {"max_tokens": 80}
+        with ThreadPoolExecutor(2) as pool:
+            whole = pool.submit(server.complete, **body)
+            events = pool.submit(server.stream, "/v1/completions", **body)
+            until(lambda: len(server.llm.engine.scheduler.running) == 2)
+            server.server.should_exit = True
+            text = whole.result()["choices"][0]["text"]
+            assert "".join(e["choices"][0]["text"] for e in events.result()) == text
+        server.thread.join(10)
+        assert not server.thread.is_alive()
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(server.url + "/health")
+
+
+def test_the_end_does_not_wait_for_ever():
+    with (
+        rig.running(drain_timeout=1) as server,
+        slow(server, 0.05),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        asked = pool.submit(server.post, "/v1/completions", **LONG)
+        until(lambda: server.llm.engine.scheduler.running)
+        server.server.should_exit = True
+        server.thread.join(10)
+        assert not server.thread.is_alive()
+        with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError, AssertionError)):
+            check(asked.result(), 200)
+
+
+def test_every_request_leaves_one_line_with_its_id(caplog):
+    caplog.set_level(logging.INFO, "foretell.server.requests")
+    with rig.running() as server:
+        headers = {"X-Request-Id": "my-own.id"}
+        answer = server.http.post(
+            "/v1/completions", json={"prompt": "a", "max_tokens": 3, "ignore_eos": True},
+            headers=headers,
+        )  # fmt: skip
+        assert answer.headers["x-request-id"] == "my-own.id"
+        odd = server.http.get("/health", headers={"X-Request-Id": "no good\tone"})
+        assert odd.headers["x-request-id"] != "no good\tone"
+    lines = [json.loads(JsonLines().format(record)) for record in caplog.records]
+    (line,) = [line for line in lines if line.get("request_id") == "my-own.id"]
+    assert line["status"] == 200
+    assert line["path"] == "/v1/completions"
+    assert line["completion_tokens"] == 3
+    assert line["finish_reasons"] == ["length"]
