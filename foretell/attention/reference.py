@@ -7,15 +7,13 @@ from torch import Tensor
 
 from foretell.attention.base import Layout
 
-_ROWS_AT_ONCE = 64
-"""Bounds the gathered keys: [_ROWS_AT_ONCE, most keys of a row, Hkv, D]."""
-
 
 class ReferenceAttention:
     """Gathers each row's own keys in text order, then softmax. Slow, and obviously right.
 
-    Computes in the dtype of q (float32 or float64). A row without keys (padding) gives zeros.
-    Keys that a row does not see cannot touch it, not even as NaN. Not batch invariant.
+    Computes in the dtype of q (float32 or float64), row by row, so that a row's bits depend on its
+    own keys alone. A row without keys (padding) gives zeros. Keys that a row does not see cannot
+    touch it, not even as NaN.
     """
 
     def plan(self, layout: Layout) -> None:
@@ -57,32 +55,17 @@ class ReferenceAttention:
     ) -> Tensor:
         """See `Attention.run`; the result has q's dtype."""
         out = torch.zeros_like(q)
-        for start in range(0, len(q), _ROWS_AT_ONCE):
-            rows = slice(start, start + _ROWS_AT_ONCE)
-            out[rows] = self._rows(q[rows], rows, k_cache, v_cache, scale, window)
+        groups, size = q.shape[1] // k_cache.shape[1], self.layout.page_size
+        for row, count in enumerate(self.count.tolist()):
+            first = 0
+            if window is not None:
+                first = max(0, int(self.layout.positions[row]) + 1 - window)
+            if first >= count:
+                continue
+            cells = self.keys[row, first:count]  # [K]
+            k = k_cache[cells // size, :, cells % size].to(q.dtype)  # [K, Hkv, D]
+            v = v_cache[cells // size, :, cells % size].to(q.dtype)
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+            scores = torch.einsum("hd,khd->hk", q[row], k) * scale
+            out[row] = torch.einsum("hk,khd->hd", scores.softmax(dim=1), v)
         return out
-
-    def _rows(
-        self,
-        q: Tensor,  # [R, H, D]
-        rows: slice,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        groups = q.shape[1] // k_cache.shape[1]
-        page, offset = self.keys[rows] // self.layout.page_size, self.keys[rows]
-        offset = offset % self.layout.page_size
-        k = k_cache[page, :, offset].to(q.dtype).repeat_interleave(groups, dim=2)  # [R, K, H, D]
-        v = v_cache[page, :, offset].to(q.dtype).repeat_interleave(groups, dim=2)  # [R, K, H, D]
-        index = torch.arange(k.shape[1], device=q.device)
-        seen = index < self.count[rows][:, None]  # [R, K]
-        if window is not None:
-            oldest = self.layout.positions[rows][:, None] - window
-            seen = seen & (index > oldest)
-            v = torch.where(seen[:, :, None, None], v, 0)  # a key outside the window may be NaN
-        scores = torch.einsum("rhd,rkhd->rkh", q, k) * scale
-        scores = scores.masked_fill(~seen[:, :, None], -torch.inf)
-        out = torch.einsum("rkh,rkhd->rhd", scores.softmax(dim=1), v)
-        return torch.where(seen.any(1)[:, None, None], out, 0)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretell.attention.compiler import have_compiler
+
 
 @cache
 def _kernels() -> ModuleType:
@@ -24,6 +26,7 @@ def _kernels() -> ModuleType:
 def _compiled(x: Tensor, weight: Tensor | None = None) -> bool:
     return (
         x.dtype == torch.float32
+        and have_compiler()
         and x.is_cpu
         and not x.requires_grad
         and (weight is None or (weight.dtype == torch.float32 and not weight.requires_grad))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from foretell.attention.compiler import have_compiler
 from foretell.attention.cpu import CpuAttention
 from foretell.attention.pool import num_threads, set_num_threads
+from foretell.attention.reference import ReferenceAttention
 from foretell.config import EngineConfig
 from foretell.drafters import build as build_drafter
 from foretell.drafters import check as check_drafter
@@ -44,7 +46,7 @@ def build_engine(
     max_model_len = config.max_model_len or target.config.max_position_embeddings
     runtime = Runtime(
         target,
-        CpuAttention(),
+        CpuAttention() if have_compiler() else ReferenceAttention(),
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
         page_size=config.page_size,

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foretell.attention.compiler import have_compiler
 from foretell.attention.pool import num_threads, together
 from foretell.config import Weights
 from foretell.models.quant import GROUP, PANEL, Packed, fit, pack, select, turn, unpack
@@ -42,10 +43,10 @@ class Embedding(Protocol):
 @cache
 def products() -> ModuleType | None:
     """The compiled products, None where numba cannot be had."""
-    try:
-        from foretell.models import products
-    except ImportError:
+    if not have_compiler():
         return None
+    from foretell.models import products
+
     return products
 
 

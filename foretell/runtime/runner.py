@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from foretell.attention.base import Attention
+from foretell.attention.compiler import have_compiler
 from foretell.models.head import Head
 from foretell.models.loader import LoadedModel
 from foretell.runtime.batch import pack
@@ -106,7 +107,7 @@ class Runtime:
 
     def sampler_noise(self, seeds: SequenceOf[int], positions: SequenceOf[int]) -> Tensor:
         """[R, V] float32 Gumbel noise of the target's own draws at those absolute positions."""
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and have_compiler():
             from foretell.runtime import noise_cpu  # compiled; slow to import
 
             return noise_cpu.gumbel(seeds, positions, self.vocab_size)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foretell.attention.compiler import have_compiler
 from foretell.sequence import Logprob, SamplingParams
 from foretell.spec import shape as spec_shape
 from foretell.spec.tree import path_to
@@ -157,7 +158,7 @@ def draw(
     if sampled:
         part = shaped if len(sampled) == len(greedy) else shaped[sampled]
         some = [seeds[r] for r in sampled], [positions[r] for r in sampled]
-        if part.device.type == "cpu":
+        if part.device.type == "cpu" and have_compiler():
             from foretell.runtime.noise_cpu import gumbel_argmax  # compiled; slow to import
         else:
             from foretell.spec.noise import gumbel_argmax
