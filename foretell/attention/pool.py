@@ -56,7 +56,7 @@ class Crowd:
         return min(shares, self._fewer) if self._clock() < self._until else shares
 
     def tell(self, shares: int, waited: float) -> None:
-        """Which share of a call with so many threads was spent waiting for one of them."""
+        """Which share of a call the others spent, on average, waiting for a thread."""
         if waited > _TOO_LONG:
             self._until, self._fewer = self._clock() + self._rest, max(1, shares // 2)
             self._rest = min(2 * self._rest, _MOST_REST)
@@ -99,7 +99,7 @@ def together(
             _threads(shares - 1).submit(_share, kernel, arguments, share, shares, (sync, kept))
         kernel(*arguments, 0, shares)
     waited = int(sync[WAITED : WAITED + 8].view(np.int64)[0])
-    _crowd.tell(shares, waited / max(1, clock() - start))
+    _crowd.tell(shares, waited / (shares - 1) / max(1, clock() - start))
 
 
 def _share(kernel: Any, arguments: tuple[Any, ...], share: int, shares: int, kept: Any) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foretell.attention import pool
 from foretell.attention.cpu import CpuAttention
 from foretell.attention.reference import ReferenceAttention
 from foretell.models.loader import load
-from tests.models.tiny import KINDS, Cache, make, save
+from tests.models.tiny import KINDS, Cache, every_thread, make, save
 
 TOKENS = torch.randint(3, 96, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 PARENTS = [-1, 0, 0, 1, 1, 2, 5, 3]
@@ -125,9 +124,10 @@ def test_threads_change_no_bits_of_a_pass(weights, tmp_path, monkeypatch):
     loaded = load(str(save(make("smollm2"), tmp_path)), weights, progress=False)
     found = []
     for threads in (1, 2, 3, 5):
-        monkeypatch.setattr(pool, "_num_threads", threads)
-        cache = Cache(loaded, CpuAttention())
-        found.append([cache.run(TOKENS[:30], 0)[0], cache.run(TOKENS[30:38], 30, PARENTS)[0]])
+        with every_thread(monkeypatch, threads) as used:
+            cache = Cache(loaded, CpuAttention())
+            found.append([cache.run(TOKENS[:30], 0)[0], cache.run(TOKENS[30:38], 30, PARENTS)[0]])
+        assert used == [threads, threads]
     for other in found[1:]:
         assert torch.equal(other[0], found[0][0])
         assert torch.equal(other[1], found[0][1])

@@ -18,6 +18,7 @@ from foretell.models.quant import (
     turn,
     unpack,
 )
+from tests.models.tiny import every_thread
 
 FORMATS = ["int8", "bf16", "f32", "int4"]
 SHAPES = [(576, 64), (1536, 48), (8960, 32), (96, 40), (50, 33), (7, 5)]
@@ -61,8 +62,9 @@ def test_threads_change_no_bits(weights, monkeypatch):
     alone = linear(x)
     monkeypatch.setattr(linears, "_WORTH_A_THREAD", 0)
     for threads in (1, 2, 3):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        assert torch.equal(linear(x), alone)
+        with every_thread(monkeypatch, threads) as used:
+            assert torch.equal(linear(x), alone)
+        assert used == [threads]
 
 
 @pytest.mark.parametrize("weights", FORMATS)

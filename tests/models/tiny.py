@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from foretell.attention import pool
 from foretell.attention.base import Attention, Layout
 from foretell.models.loader import LoadedModel
 
@@ -112,3 +115,19 @@ class Cache:
         return self.loaded.model.run(
             as_int(tokens), self.attention, layout, self.kv, as_int(range(n)), taps=taps
         )
+
+
+@contextmanager
+def every_thread(monkeypatch: Any, threads: int) -> Iterator[list[int]]:
+    """Kernels use exactly so many threads, however busy the machine is; lists what each asked."""
+    used: list[int] = []
+
+    class All(pool.Crowd):
+        def allowed(self, shares: int) -> int:
+            used.append(shares)
+            return shares
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "_crowd", All())
+        patch.setattr(pool, "_num_threads", threads)
+        yield used
