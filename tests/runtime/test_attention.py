@@ -272,6 +272,36 @@ def test_nan_stays_in_its_row(make: type[CpuAttention] | type[ReferenceAttention
 
 @pytest.mark.parametrize("make", [CpuAttention, ReferenceAttention])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("window", "broken"), [(None, 3), (None, 4), (4, 3), (4, 4)])
+def test_nan_does_not_reach_rows_that_do_not_see_its_key(
+    make: type[CpuAttention] | type[ReferenceAttention],
+    dtype: torch.dtype,
+    window: int | None,
+    broken: int,
+) -> None:
+    """Rows of one prompt chunk share a copied block, and two bfloat16 keys a word."""
+    torch.manual_seed(7)
+    step = Step(4)
+    step.run(0, 0, 14)
+    layout, num_pages = step.layout(random.Random(7))
+    k, v = caches(num_pages, 2, 4, 32, dtype)
+    q = torch.randn(14, 4, 32)
+    attention = make()
+    attention.plan(layout)
+    clean = attention.run(q, k, v, scale=0.3, window=window)
+    cell = int(layout.cells[broken])
+    for cache in (k, v):
+        cache[cell // 4, :, cell % 4] = torch.nan
+    out = attention.run(q, k, v, scale=0.3, window=window)
+    for row in range(14):
+        if row >= broken and (window is None or row - broken < window):
+            assert out[row].isnan().all()
+        else:
+            assert torch.equal(out[row], clean[row]), row
+
+
+@pytest.mark.parametrize("make", [CpuAttention, ReferenceAttention])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_write_touches_only_its_cells(
     make: type[CpuAttention] | type[ReferenceAttention], dtype: torch.dtype
 ) -> None:
