@@ -18,11 +18,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import foretell
-from foretell.bench.cli import bench, certify
+from foretell.bench.cli import TraceFile, bench, certify
 from foretell.config import EngineConfig, ServerConfig
 from foretell.flags import from_fields
 from foretell.sequence import FinishReason, SamplingParams
-from foretell.terminal import Screen, chat, get_model, read_prompts, stats_line, stream
+from foretell.terminal import (
+    Screen,
+    chat,
+    get_model,
+    read_prompts,
+    stats_line,
+    stream,
+    traced,
+)
 
 if TYPE_CHECKING:
     from foretell.answer import Result
@@ -91,6 +99,7 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object a line, with statistics.")
     ] = False,
+    trace: TraceFile = None,
 ) -> None:
     """Answer one prompt or many."""
     if system and as_chat is False:
@@ -109,10 +118,11 @@ def generate(
     screen = Screen(show_draft=show_draft)
     if show_draft and not as_json:
         screen.note(screen.legend())
-    if len(ids) == 1 and sampling.n == 1 and not as_json:
-        results = [stream(llm, ids[0], sampling, screen, "answer")]
-    else:
-        results = llm.generate(ids, sampling, progress=sys.stderr.isatty())
+    with traced(llm, trace):
+        if len(ids) == 1 and sampling.n == 1 and not as_json:
+            results = [stream(llm, ids[0], sampling, screen, "answer")]
+        else:
+            results = llm.generate(ids, sampling, progress=sys.stderr.isatty())
     for i, result in enumerate(results):
         if as_json:
             print(json.dumps(_as_json(texts[i // sampling.n], result), ensure_ascii=False))
@@ -143,12 +153,14 @@ app.command("certify")(certify)
 
 @app.command()
 @from_fields(EngineConfig, ServerConfig)
-def serve(engine: EngineConfig, server: ServerConfig) -> None:
+def serve(engine: EngineConfig, server: ServerConfig, trace: TraceFile = None) -> None:
     """Serve a model over HTTP, as OpenAI's API. The page at / shows speculation at work."""
     from foretell.server.run import serve as run
 
     key = server.api_key or os.environ.get("FORETELL_API_KEY") or None
-    run(_open(engine), dataclasses.replace(server, api_key=key))
+    llm = _open(engine)
+    with traced(llm, trace):
+        run(llm, dataclasses.replace(server, api_key=key))
 
 
 @app.command()

@@ -224,3 +224,16 @@ def get_model(model: str) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", "torch.quantize_per_tensor")  # nothing a user can act on
+
+
+@contextmanager
+def traced(llm: LLM, path: Path | None) -> Iterator[None]:
+    """Writes the engine's steps to a trace meanwhile, where a path is given."""
+    if path is None:
+        yield
+        return
+    from foretell.engine.trace import Trace
+
+    with Trace(path) as trace:
+        llm.engine.metrics.trace_to(trace.track("engine"))
+        yield

@@ -208,18 +208,21 @@ def exact_law(plain: LLM, ids: list[int], setting: Setting) -> dict[Text, float]
 
 
 def p_value(seen: Counter[Text], law: dict[Text, float], level: float, seed: int) -> float:
-    """Of the likelihood ratio G, by simulation of the law: exact whatever the counts. Never below
-    what the number of simulations can show, which is well below ``level``."""
-    p = np.array([law[text] for text in sorted(law)])
+    """Of the likelihood ratio G, by simulation of the law until ten samples reach it, or until it
+    is certainly below ``level`` (Besag and Clifford 1991): exact whatever the counts."""
+    texts = sorted(law)
+    p = np.array([law[text] for text in texts])
     p /= p.sum()
-    observed = np.array([seen[text] for text in sorted(law)])
-    rng = np.random.default_rng(seed)
-    runs, size, above = int(np.ceil(4 / level)), 5000, 0
+    observed = np.array([seen[text] for text in texts])
     actual = _ratio(observed[None], p)[0]
-    for at in range(0, runs, size):
-        samples = rng.multinomial(int(observed.sum()), p, min(size, runs - at))
-        above += int((_ratio(samples, p) >= actual - 1e-9).sum())
-    return (1 + above) / (1 + runs)
+    rng, most, enough, runs, above = np.random.default_rng(seed), int(20 / level), 10, 0, 0
+    while runs < most:
+        samples = rng.multinomial(int(observed.sum()), p, min(100 if runs < 1000 else 5000, most))
+        reached = np.flatnonzero(_ratio(samples, p) >= actual - 1e-9)
+        if above + len(reached) >= enough:
+            return enough / (runs + int(reached[enough - above - 1]) + 1)
+        runs, above = runs + len(samples), above + len(reached)
+    return (above + 1) / (runs + 1)
 
 
 def _ratio(counts: np.ndarray, p: np.ndarray) -> np.ndarray:

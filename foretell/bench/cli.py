@@ -24,6 +24,14 @@ Json = Annotated[
     Path | None,
     typer.Option("--json", metavar="FILE", help="Write everything measured to this file."),
 ]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        metavar="FILE",
+        help="Write each step and its phases as trace events, for ui.perfetto.dev.",
+    ),
+]
 
 
 @from_fields(EngineConfig, BenchConfig, without=("speculation", "prefix_caching"))
@@ -47,6 +55,7 @@ def bench(
     ] = None,
     json_file: Json = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Tables in Markdown.")] = False,
+    trace: TraceFile = None,
 ) -> None:
     """Measure schemes against plain decoding. They take turns, prompt by prompt."""
     get_model(engine.model)
@@ -60,6 +69,7 @@ def bench(
         limit=limit,
         json=json_file,
         as_markdown=markdown,
+        trace=trace,
     )
     if not same_text:
         raise typer.Exit(1)

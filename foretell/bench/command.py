@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from foretell.bench.run import (
 from foretell.bench.workloads import default_workload, pick, read_workload
 from foretell.config import EngineConfig, SpeculationConfig
 from foretell.drafters import check
+from foretell.engine.trace import Trace
 from foretell.llm import LLM
 from foretell.progress import progress_bar
 
@@ -43,6 +46,7 @@ def bench(
     limit: int | None = None,
     json: Path | None = None,
     as_markdown: bool = False,
+    trace: Path | None = None,
     console: Console | None = None,
 ) -> bool:
     """Measures schemes against plain decoding and prints what came out.
@@ -55,6 +59,7 @@ def bench(
         limit: at most that many conversations of each category, evenly spaced.
         json: file for everything measured.
         as_markdown: print Markdown in place of terminal tables.
+        trace: file for each engine's steps as trace events.
 
     Returns:
         False if a scheme that promises the text of plain decoding gave another one.
@@ -87,7 +92,7 @@ def bench(
         arms.append(Arm(text, llm, same_text=speculation.verification in SAME_TEXT))
 
     turns = sum(len(conversation.turns) for conversation in conversations)
-    with progress_bar("measuring", turns) as advance:
+    with _tracing(trace, arms), progress_bar("measuring", turns) as advance:
         measurement = measure(
             arms, conversations, config, llms[0].engine.runtime.max_model_len, advance
         )
@@ -116,6 +121,20 @@ def bench(
     for note in _notes(measurement.skipped, measurement.complete, broken, llms):
         console.print(note, markup=False, highlight=False, soft_wrap=True)
     return not broken
+
+
+@contextmanager
+def _tracing(path: Path | None, arms: list[Arm]) -> Iterator[None]:
+    """A track for each engine; plain decoding's steps are those of the first."""
+    if path is None:
+        yield
+        return
+    with Trace(path) as trace:
+        for arm in arms[1:]:
+            assert isinstance(arm.llm, LLM)
+            name = f"{PLAIN} and {arm.name}" if arm is arms[1] else arm.name
+            arm.llm.engine.metrics.trace_to(trace.track(name))
+        yield
 
 
 def _parse(text: str) -> tuple[str, SpeculationConfig]:
