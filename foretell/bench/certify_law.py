@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from foretell.bench.certify_part import Part, Progress, Rig, check_drafter
+from foretell.bench.certify_part import Part, Progress, Rig, check_drafter, guarded
 from foretell.llm import LLM
 from foretell.sequence import SamplingParams
 
 HORIZON = 3
 ALARM = 1e-3
 """Probability that any test at all is done again though nothing is wrong."""
-_SLOTS = 64
+_PROMPTS, _SLOTS = 2, 64
 _TIE = 1e-4
 """Log-probabilities nearer than this may be in another order in float32: no such law is used."""
 
@@ -94,7 +94,7 @@ def rules(rig: Rig) -> list[str]:
 
 
 def num_tests(rig: Rig, num_prompts: int) -> int:
-    return len(rules(rig)) * len(SETTINGS) * min(2, num_prompts)
+    return len(rules(rig)) * len(SETTINGS) * min(_PROMPTS, num_prompts)
 
 
 def same_law(rig: Rig, plain: LLM, prompts: dict[str, list[int]], advance: Progress) -> Part:
@@ -106,25 +106,38 @@ def same_law(rig: Rig, plain: LLM, prompts: dict[str, list[int]], advance: Progr
         "first tokens of many answers are distributed as the target's own law says (a sound "
         f"engine fails with a probability of at most {ALARM**2:.0e})",
     )
-    wanted = tests // (len(rules(rig)) * len(SETTINGS))
-    for rule in rules(rig):
-        speculation = replace(rig.speculation, verification=rule)  # type: ignore[arg-type]
-        llm = rig.make(speculation, _SLOTS)
-        for setting in SETTINGS:
-            done = 0
-            for name, ids in prompts.items():
-                if done == wanted:
-                    break
-                done += _test(part, rig, llm, plain, rule, setting, name, ids, level, advance)
-            if done < wanted:
-                part.notes.append(
-                    f"{rule}, {setting.name}: {done} of {wanted} tests done; the scheme drafts "
-                    "nothing behind the first token of the other prompts"
-                )
-        if not any(d["rule"] == rule for d in part.details):
-            part.fail(f"{rule}: nothing was drafted where it could be tested: take other prompts")
-        check_drafter(part, llm, llm.engine.metrics.drafted)
+    with guarded(part):
+        for rule in rules(rig):
+            _test_rule(part, rig, plain, rule, prompts, level, advance)
     return part
+
+
+def _test_rule(
+    part: Part,
+    rig: Rig,
+    plain: LLM,
+    rule: str,
+    prompts: dict[str, list[int]],
+    level: float,
+    advance: Progress,
+) -> None:
+    wanted = min(_PROMPTS, len(prompts))
+    speculation = replace(rig.speculation, verification=rule)  # type: ignore[arg-type]
+    llm = rig.make(speculation, _SLOTS)
+    for setting in SETTINGS:
+        done = 0
+        for name, ids in prompts.items():
+            if done == wanted:
+                break
+            done += _test(part, rig, llm, plain, rule, setting, name, ids, level, advance)
+        if done < wanted:
+            part.notes.append(
+                f"{rule}, {setting.name}: {done} of {wanted} tests done; the scheme drafts "
+                "nothing behind the first token of the other prompts"
+            )
+    if not any(d["rule"] == rule for d in part.details):
+        part.fail(f"{rule}: nothing was drafted where it could be tested: take other prompts")
+    check_drafter(part, llm, llm.engine.metrics.drafted)
 
 
 def _test(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +13,8 @@ from foretell.config import EngineConfig, SpeculationConfig
 from foretell.llm import LLM
 from foretell.models.loader import LoadedModel
 from foretell.sequence import SamplingParams
+
+log = logging.getLogger("foretell")
 
 MOST_FINDINGS = 20
 """Of one part: what is wrong at all is wrong everywhere."""
@@ -93,6 +97,18 @@ class Rig:
     def plain_alone(self) -> LLM:
         """The reference: no drafter, one request at a time, nothing shared."""
         return self.make(None, 1, prefix_caching=False)
+
+
+@contextmanager
+def guarded(part: Part) -> Iterator[None]:
+    """An engine that breaks has failed the part."""
+    try:
+        yield
+    except ValueError:  # an option that does not fit: the user's to put right
+        raise
+    except Exception as error:
+        log.error("certifying: %s", part.name, exc_info=error)
+        part.fail(f"the engine broke down: {type(error).__name__}: {error}")
 
 
 def check_drafter(part: Part, llm: LLM, drafted: int) -> None:

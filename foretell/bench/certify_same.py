@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from foretell.answer import Result
-from foretell.bench.certify_part import Part, Progress, Request, Rig, check_drafter
+from foretell.bench.certify_part import Part, Progress, Request, Rig, check_drafter, guarded
 from foretell.bench.run import PLAIN, SAME_TEXT, first_difference
 from foretell.llm import LLM
 from foretell.sequence import FinishReason, Logprob, SamplingParams
@@ -111,17 +111,18 @@ def same_text(
             f"{speculation.verification} verification keeps the distribution and not the text of a "
             "seed: sampled requests are compared under coupled verification"
         )
-    for name, llm, run, own in _ways(rig, plain, scheme, exact, answers, comparable):
-        before = llm.engine.metrics.drafted
-        got = run(llm, [request for request, _ in own])
-        part.count("answers", len(own))
-        for (request, expected), answer in zip(own, got, strict=True):
-            _compare(part, bits, llm, name, request, expected, answer)
-            advance(1)
-        if llm.engine.drafter:
-            part.count("drafted", llm.engine.metrics.drafted - before)
-            part.count("accepted", sum(r.stats.accepted for r in got))
-            check_drafter(part, llm, llm.engine.metrics.drafted)
+    with guarded(part):
+        for name, llm, run, own in _ways(rig, plain, scheme, exact, answers, comparable):
+            before = llm.engine.metrics.drafted
+            got = run(llm, [request for request, _ in own])
+            part.count("answers", len(own))
+            for (request, expected), answer in zip(own, got, strict=True):
+                _compare(part, bits, llm, name, request, expected, answer)
+                advance(1)
+            if llm.engine.drafter:
+                part.count("drafted", llm.engine.metrics.drafted - before)
+                part.count("accepted", sum(r.stats.accepted for r in got))
+                check_drafter(part, llm, llm.engine.metrics.drafted)
     return part, bits, scheme
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from foretell.bench.certify_part import Part, Progress, Request, Rig, check_drafter
+from foretell.bench.certify_part import Part, Progress, Request, Rig, check_drafter, guarded
 from foretell.llm import LLM
 from foretell.sequence import SamplingParams, Sequence
 
@@ -22,6 +22,12 @@ def self_acceptance(rig: Rig, asked: list[Request], advance: Progress) -> Part:
         "a target that drafts for itself is never refused: drafts see the same positions, KV, "
         "sampling and noise as the target",
     )
+    with guarded(part):
+        _check_acceptance(part, rig, asked, advance)
+    return part
+
+
+def _check_acceptance(part: Part, rig: Rig, asked: list[Request], advance: Progress) -> None:
     llm = rig.make(f"draft-model:weights=target,k={min(rig.speculation.k, 8)}", rig.config.batch)
     for request, answer in zip(
         asked, llm.generate([r.ids for r in asked], [r.params for r in asked]), strict=True
@@ -37,7 +43,6 @@ def self_acceptance(rig: Rig, asked: list[Request], advance: Progress) -> Part:
         advance(1)
     check_drafter(part, llm, part.counts.get("drafted", 0))
     _check_pages(part, llm, "self-drafting")
-    return part
 
 
 def self_requests(asked: list[Request]) -> list[Request]:
@@ -63,6 +68,12 @@ def audit(rig: Rig, scheme: LLM, asked: list[Request], advance: Progress) -> Par
         "KV of the target, and of the draft where it has its own, is that of a clean rebuild, "
         "byte by byte; every page comes back",
     )
+    with guarded(part):
+        _check_kv(part, rig, scheme, asked, advance)
+    return part
+
+
+def _check_kv(part: Part, rig: Rig, scheme: LLM, asked: list[Request], advance: Progress) -> None:
     clean = rig.make(rig.speculation, 1, prefix_caching=False)
     for _ in range(_COPIES):
         for at in range(0, len(asked), rig.config.batch):
@@ -77,7 +88,6 @@ def audit(rig: Rig, scheme: LLM, asked: list[Request], advance: Progress) -> Par
     if not part.counts.get("requests"):
         part.fail("no answer was long enough to be looked at while it runs: take other prompts")
     _check_pages(part, scheme, "after everything")
-    return part
 
 
 def _under_way(llm: LLM, asked: list[Request], least: int) -> list[Sequence]:

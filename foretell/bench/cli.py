@@ -56,6 +56,14 @@ def bench(
     json_file: Json = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Tables in Markdown.")] = False,
     trace: TraceFile = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write plots and numbers as one page of HTML."),
+    ] = None,
+    break_even: Annotated[
+        bool,
+        typer.Option("--break-even", help="Measure 1, 2, 4, 8, 16 conversations at once too."),
+    ] = False,
 ) -> None:
     """Measure schemes against plain decoding. They take turns, prompt by prompt."""
     get_model(engine.model)
@@ -70,6 +78,8 @@ def bench(
         json=json_file,
         as_markdown=markdown,
         trace=trace,
+        report=report,
+        break_even=break_even,
     )
     if not same_text:
         raise typer.Exit(1)

@@ -15,8 +15,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
+from typing import Protocol
 
 log = logging.getLogger("foretell")
+
+
+class Listener(Protocol):
+    """Is told of every phase as it ends and then of the step that they made."""
+
+    def phase(self, name: str, start: float, end: float) -> None:
+        """Times in seconds of ``time.perf_counter``; ``schedule`` begins a step."""
+        ...
+
+    def step(self, counts: Mapping[str, int]) -> None:
+        """The step came to its end: its batch, rows, and tokens drafted, accepted, emitted."""
+        ...
 
 
 class Trace:
@@ -88,8 +101,7 @@ class Track:
         self._phases: list[tuple[str, float, float]] = []
 
     def phase(self, name: str, start: float, end: float) -> None:
-        """A phase that ended; times in seconds of ``time.perf_counter``. ``schedule`` begins a
-        step: what was noted of one that never came to its end is dropped."""
+        """Notes a phase; those of a step that never came to its end are dropped."""
         if name == "schedule":
             self._phases.clear()
         self._phases.append((name, start, end))

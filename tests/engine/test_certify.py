@@ -198,16 +198,13 @@ def shared_noise(patch):
     patch.setattr(choose_module, "draw", wrong)
 
 
-def rejected_draft_kv(patch):
-    """The draft takes what it ran for refused tokens as KV of the committed ones."""
+def draft_of_another_token(patch):
+    """The draft is shown another last token than the one that was committed."""
     observe = DraftModel.observe
 
     def wrong(self, commit):
-        for sequence, tokens in zip(commit.sequences, commit.tokens, strict=True):
-            slot = self._slots.get(sequence.slot)
-            if slot and slot.scratch:
-                slot.scratch[: len(tokens) - 1] = tokens[1 : len(slot.scratch) + 1]
-        observe(self, commit)
+        shown = [[*tokens[:-1], (tokens[-1] + 1) % tiny.VOCAB] for tokens in commit.tokens]
+        observe(self, replace(commit, tokens=shown))
 
     patch.setattr(DraftModel, "observe", wrong)
 
@@ -292,7 +289,7 @@ MORE = [
     (never_moved, TREE, TEXT, {"KV audit"}),
     (pages_leak, DRAFT, TEXT, {"KV audit"}),
     (shared_noise, DRAFT, TEXT, {"same text"}),
-    (rejected_draft_kv, DRAFT, TEXT, {"KV audit"}),
+    (draft_of_another_token, DRAFT, TEXT, {"KV audit", "acceptance 1.0"}),
     (residual_forgotten, DRAFT, LAW, {"same distribution"}),
     (temperature_ignored, DRAFT, LAW, {"same distribution"}),
     (one_too_many, DRAFT, TEXT, {"same text"}),
