@@ -152,7 +152,8 @@ def _section(part: Part) -> str:
     notes = "".join(f"<p class=note>{escape(line)}</p>" for line in part.notes)
     return (
         f'<section class="card {verdict}"><h2><span class="badge {verdict}">{verdict}</span> '
-        f"{escape(part.name)}</h2><p>{escape(part.claim)}.</p><div class=counts>{counts}</div>"
+        f"{escape(part.name)}</h2><p>{escape(part.claim[0].upper() + part.claim[1:])}.</p>"
+        f"<div class=counts>{counts}</div>"
         + (f"<ul class=findings>{findings}</ul>" if findings else "")
         + _tests(part)
         + notes

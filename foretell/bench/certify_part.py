@@ -16,7 +16,7 @@ from foretell.sequence import SamplingParams
 
 log = logging.getLogger("foretell")
 
-MOST_FINDINGS = 20
+MOST_FINDINGS = 10
 """Of one part: what is wrong at all is wrong everywhere."""
 Progress = Callable[[int], None]
 

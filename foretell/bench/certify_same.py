@@ -222,8 +222,20 @@ def _difference(
     shown = " and ".join("none" if gap is None else f"{gap:.4g}" for gap in gaps)
     return (
         f"{request.name} ({way}): token {place} is {told(expected)} plainly and {told(got)} here; "
-        f"gap of the two likeliest logits there: {shown}"
+        f"gap of the two likeliest logits there: {shown}; {_blame(expected, got, place)}"
     )
+
+
+def _blame(expected: Result, got: Result, place: int) -> str:
+    """Was it computed or chosen otherwise?"""
+    one, other = (answer.logprobs or [] for answer in (expected, got))
+    if place >= min(len(one), len(other)):
+        return "one answer ended before"
+    tops = [dict(each[place].top) for each in (one, other)]
+    off = [abs(tops[0][token] - tops[1][token]) for token in tops[0].keys() & tops[1].keys()]
+    if tops[0] == tops[1]:
+        return "the logits are the same, the choice is not"
+    return f"the logits differ by {max(off):.2g}" if off else "the logits are quite different"
 
 
 def _at(answer: Result, place: int) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def report_page(
         ),
         _figure(
             plots.histogram(
-                _gaps(measurement.answers, [PLAIN, *schemes]),
+                _gaps(measurement.answers, [*schemes, PLAIN]),
                 "Time between tokens",
                 "milliseconds",
                 high=_reach(measurement.answers),
@@ -89,7 +89,7 @@ def report_page(
             "One prompt, eight steps that are typical of it, all to one scale. Above each step "
             "the tokens it gave.",
         )
-    body += "<h2>Numbers</h2>" + _table(lines) + "<h2>How it was measured</h2>" + _facts(about)
+    body += _tables(lines) + "<h2>How it was measured</h2>" + _facts(about)
     return page("Speculative decoding, measured", body)
 
 
@@ -97,6 +97,7 @@ _STYLE = """
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr));
   gap: 1.2rem 2rem; margin: 1.6rem 0; align-items: start; }
 .timeline { min-width: 38rem; } .card .name { font-weight: 600; overflow-wrap: anywhere; }
+.total td { font-weight: 700; } .numbers th:first-child { width: 11rem; }
 .card.slower { border-left-color: var(--fail); }
 @media print { .charts { grid-template-columns: 1fr 1fr; gap: 1rem; } .timeline { min-width: 0; } }
 """
@@ -188,32 +189,39 @@ def _figure(chart: str, caption: str) -> str:
     return f"<figure>{chart}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
-def _table(lines: SequenceOf[Line]) -> str:
-    head = ("scheme", "category", "plain tok/s", "tok/s", "speed-up", "quartiles", "τ",
-            "ITL p50/p99, ms", "plain ITL", "same text")  # fmt: skip
-    rows: list[str] = []
-    for line in sorted(lines, key=lambda line: line.scheme):
-        low, high = line.speedup_quartiles
-        cells = [
-            line.scheme,
-            line.category,
-            f"{line.plain_speed:.1f}",
-            f"{line.speed:.1f}",
-            f"{line.speedup:.2f}x",
-            f"{low:.2f}-{high:.2f}",
-            f"{line.tau:.2f}",
-            "/".join(f"{1000 * gap:.1f}" for gap in line.itl),
-            "/".join(f"{1000 * gap:.1f}" for gap in line.plain_itl),
-            f"{line.num_identical}/{line.num_answers}",
-        ]
-        kind = ' class="total"' if line.category == TOTAL else ""
-        rows.append(f"<tr{kind}>" + _cells("td", cells) + "</tr>")
-    return f'<div class="wide"><table><tr>{_cells("th", head)}</tr>{"".join(rows)}</table></div>'
+def _tables(lines: SequenceOf[Line]) -> str:
+    """One for each scheme."""
+    head = ("category", "plain tok/s", "tok/s", "speed-up", "quartiles", "τ", "ITL p50/p99, ms",
+            "plain ITL", "TTFT, ms", "same text")  # fmt: skip
+    out = ""
+    for scheme in dict.fromkeys(line.scheme for line in lines):
+        rows: list[str] = []
+        for line in (line for line in lines if line.scheme == scheme):
+            low, high = line.speedup_quartiles
+            cells = [
+                line.category,
+                f"{line.plain_speed:.1f}",
+                f"{line.speed:.1f}",
+                f"{line.speedup:.2f}x",
+                f"{low:.2f}-{high:.2f}",
+                f"{line.tau:.2f}",
+                "/".join(f"{1000 * gap:.1f}" for gap in line.itl),
+                "/".join(f"{1000 * gap:.1f}" for gap in line.plain_itl),
+                f"{1000 * line.ttft:.0f}",
+                f"{line.num_identical}/{line.num_answers}",
+            ]
+            kind = " class=total" if line.category == TOTAL else ""
+            rows.append(f"<tr{kind}>{_cells('td', cells)}</tr>")
+        out += (
+            f"<h2>{escape(scheme)}</h2><div class=wide><table class=numbers>"
+            f"<tr>{_cells('th', head)}</tr>{''.join(rows)}</table></div>"
+        )
+    return out
 
 
 def _cells(tag: str, cells: SequenceOf[str]) -> str:
     return "".join(
-        f"<{tag}{' class=number' if i > 1 else ''}>{escape(cell)}</{tag}>"
+        f"<{tag}{' class=number' if i else ''}>{escape(cell)}</{tag}>"
         for i, cell in enumerate(cells)
     )
 

@@ -128,4 +128,4 @@ def _legend() -> str:
 
 
 def _colour(phase: str) -> str:
-    return f"var(--plot-{(PHASES.index(phase) + 4) % 8})"
+    return f"var(--plot-{(PHASES.index(phase) + 5) % 8})"
