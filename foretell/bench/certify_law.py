@@ -60,7 +60,7 @@ class Setting:
             text: the answer so far, which penalties count.
 
         Raises:
-            _Tie: which tokens stay depends on rounding.
+            Tie: which tokens stay depends on rounding.
         """
         held = Counter(text)
         scores = sorted(
@@ -72,7 +72,7 @@ class Setting:
         )
         kept = scores[: self.top_k]
         if len(scores) > self.top_k and kept[-1][0] - scores[self.top_k][0] < _TIE:
-            raise _Tie
+            raise Tie
         weights = np.exp((np.array([s for s, _ in kept]) - kept[0][0]) / self.temperature)
         return dict(zip((t for _, t in kept), (weights / weights.sum()).tolist(), strict=True))
 
@@ -84,13 +84,15 @@ SETTINGS = (
 )
 
 
-class _Tie(Exception):
-    pass
+class Tie(Exception):
+    """Which tokens stay depends on rounding: this law cannot be computed from outside."""
 
 
 def rules(rig: Rig) -> list[str]:
-    """Rules whose distribution is tested: the scheme's own, and `rejection`."""
-    return list(dict.fromkeys([rig.speculation.verification, "rejection"]))
+    """The scheme's own rule, and `rejection`. Coupled draws are plain decoding's own, one by one,
+    which `same_text` shows; nothing is left for counting."""
+    own = rig.speculation.verification
+    return ["rejection"] if own == "coupled" else list(dict.fromkeys([own, "rejection"]))
 
 
 def num_tests(rig: Rig, num_prompts: int) -> int:
@@ -155,7 +157,7 @@ def _test(
     """One test. False if this prompt is not fit for it."""
     try:
         law = exact_law(plain, ids, setting)
-    except _Tie:
+    except Tie:
         return False
     where = f"{prompt}, {rule}, {setting.name}"
     count, details = rig.config.samples, dict[str, Any]()
