@@ -90,7 +90,7 @@ def run_parts(rig: Rig, conversations: list[Conversation]) -> list[Part]:
         answers = references(rig, asked, advance)
     left_out = len(asked) - len(answers)
     with progress_bar("same text", num_ways(rig) * len(answers)) as advance:
-        same, bits, scheme = same_text(rig, answers, left_out, advance)
+        same, bits, engines = same_text(rig, answers, left_out, advance)
     with progress_bar(
         "same distribution", num_tests(rig, len(prompts)) * config.samples
     ) as advance:
@@ -99,8 +99,8 @@ def run_parts(rig: Rig, conversations: list[Conversation]) -> list[Part]:
     with progress_bar("acceptance 1.0", len(own)) as advance:
         accepted = self_acceptance(rig, own, advance)
     some = [request for request, _ in answers if not request.params.grammar]
-    with progress_bar("KV audit", 2 * len(some)) as advance:
-        kept = audit(rig, scheme, some, advance)
+    with progress_bar("KV audit", 2 * len(engines) * len(some)) as advance:
+        kept = audit(rig, engines, some, advance)
     return [same, bits, law, accepted, kept]
 
 
