@@ -38,10 +38,8 @@ def settings(max_tokens: int) -> dict[str, SamplingParams]:
         "logit bias": {"temperature": 0.7, "min_tokens": max_tokens // 2},
         "grammar": {"temperature": 0, "grammar": JSON},
     }
-    return {
-        name: SamplingParams(**{"max_tokens": max_tokens, "logprobs": 2} | kind)
-        for name, kind in kinds.items()
-    }
+    common: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": 2}
+    return {name: SamplingParams(**common, **kind) for name, kind in kinds.items()}
 
 
 def requests(prompts: dict[str, list[int]], max_tokens: int, seed: int) -> list[Request]:
