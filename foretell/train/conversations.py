@@ -126,7 +126,7 @@ def encode_conversation(
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     starts = [place(i, True) for i in answers]
     spans: list[tuple[int, int]] = []
-    for i, start, limit in zip(answers, starts, [*starts[1:], len(ids)], strict=True):
+    for i, start, limit in zip(answers, starts, [*starts[1:], len(ids)], strict=False):
         ends = (at + 1 for at in range(start, limit) if ids[at] in end_ids)
         end = next(ends, None) or place(i + 1, False)
         if not start < end <= limit:
