@@ -197,7 +197,7 @@ def test_what_is_dropped_is_counted_and_named(model, tmp_path):
     }
     assert about["dropped"]["malformed JSON"]["first"] == ["given.jsonl:2"]
     kept = about["kept"]
-    counts = {"texts": 2, "with_answers": 1, "tokens": 8 + 20, "wanted": 13, "cut": 1}
+    counts = {"texts": 2, "with_answers": 1, "tokens": 9 + 20, "wanted": 13, "cut": 1}
     assert {name: kept[name] for name in counts} == counts
     for word in ("7 rows read", "2 kept", "given.jsonl:2", "malformed JSON", "given.jsonl:6"):
         assert word in out.table()
