@@ -62,7 +62,7 @@ class Seen:
                 )
             else:
                 out.append(_attend(*arguments))
-        return torch.cat(out).flatten(1)
+        return torch.cat(out).flatten(1) if out else q.flatten(1)
 
 
 def _attend(
