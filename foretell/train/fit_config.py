@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from foretell.config import MAX_THREADS
-from foretell.spec.training import Rule
+from foretell.spec.training import Divergence, Rule
 
 Autocast = Literal["auto", "bf16", "off"]
 Method = Literal["eagle", "eagle3", "mtp", "medusa"]
+_RULE = tuple(field.name for field in dataclasses.fields(Rule))
 _FREE = ("save_every", "keep", "log_every", "validate_every", "threads", "fsdp", "timeout")
 
 
@@ -35,8 +36,23 @@ class FitConfig:
     """medusa: how many heads, each guessing one place further."""
     draft_vocab: str | None = None
     """File of the target's token ids that the head may guess; all of them if not given."""
+    steps: int | None = None
+    """Draft tokens to unroll over the head's own output (training-time test); the scheme's own
+    number if not given, as with the next three."""
+    decay: float | None = None
+    """Weight of each further draft token, as a part of the one before."""
+    divergence: Divergence | None = None
+    """kl: to the target's law. ce: to the text. lk: kl, then acceptance itself as that grows."""
+    regression: float | None = None
+    """Weight of the distance between the head's feature and the target's."""
+    max_len: int = 1024
+    """Tokens of a row of packed texts; longer texts are cut."""
+    batch_tokens: int = 8192
+    """Tokens of a batch, padding included; at least one row."""
+    held_out: float = 0.02
+    """Part of the rows that is not learnt from, to look at; at least a batch. 0: none."""
     lr: float = 1e-3
-    """Peak learning rate. 1e-3 for heads of some million weights, 1e-4 for those of large targets."""
+    """Peak learning rate: 1e-3 for heads of some million weights, 1e-4 for large ones."""
     beta1: float = 0.9
     """AdamW's decay of the mean of gradients."""
     beta2: float = 0.95
@@ -94,6 +110,11 @@ class FitConfig:
             raise ValueError(f"epochs={self.epochs}: must be above 0")
         if self.max_steps is not None:
             _at_least(self, 1, "max_steps")
+        _at_least(self, 4, "max_len")
+        _at_least(self, 1, "batch_tokens")
+        if not 0 <= self.held_out <= 0.5:
+            raise ValueError(f"held_out={self.held_out}: must be from 0 to 0.5")
+        self.rule(Rule())
         if self.threads is not None and not 1 <= self.threads <= MAX_THREADS:
             raise ValueError(f"threads={self.threads}: must be from 1 to {MAX_THREADS}")
 
@@ -101,9 +122,14 @@ class FitConfig:
         """Optimiser steps of the whole run, with so many batches of each rank in an epoch."""
         return self.max_steps or max(1, round(self.epochs * math.ceil(batches / self.accumulate)))
 
+    def rule(self, own: Rule) -> Rule:
+        """The scheme's ``own`` rule, changed where a setting says so."""
+        given = {name: getattr(self, name) for name in _RULE}
+        return dataclasses.replace(own, **{k: v for k, v in given.items() if v is not None})
+
     def shaping(self, rule: Rule) -> dict[str, Any]:
         """The settings that two runs must have in common for their weights to be the same."""
-        own = {k: v for k, v in dataclasses.asdict(self).items() if k not in _FREE}
+        own = {k: v for k, v in dataclasses.asdict(self).items() if k not in _FREE + _RULE}
         for name in ("accumulate", "epochs", "max_steps", "autocast"):  # by what they come to
             del own[name]
         return own | {f"rule.{k}": v for k, v in dataclasses.asdict(rule).items()}

@@ -1,4 +1,4 @@
-"""What a run says about itself: sums over tokens, rows of metrics.jsonl, a line for the terminal."""
+"""What a run says about itself: sums over tokens, rows of metrics.jsonl, a bar."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -31,7 +31,7 @@ class Ranks:
 
     rank: int = 0
     world: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
     def first(self) -> bool:
@@ -153,7 +153,7 @@ def fill(tensor: Tensor, value: Tensor) -> None:
 
 @contextmanager
 def gathered(module: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
-    """Lets ``module`` hold plain parameters with ``values``, by name, to be read and written out."""
+    """Lets ``module`` hold plain parameters with ``values``, by name, to be written out."""
     held = {name: p for name, p in module.named_parameters() if name in values}
     try:
         for name, value in values.items():

@@ -7,10 +7,8 @@ cut off goes on as if it had not been.
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import random
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -21,14 +19,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from foretell.spec.training import Loss, Rule, TrainingBatch
 from foretell.train.checkpoints import Checkpoints, sync
 from foretell.train.fit_config import FitConfig
 from foretell.train.metrics import Display, Metrics, Row, Tally
-from foretell.train.parallel import LossOf, Ranks, exchange, fill, gathered, settle, spread, whole
+from foretell.train.parallel import LossOf, Ranks, exchange, settle, spread
+from foretell.train.weights import Weights, rng_state, set_rng_state
 
 
 class Batches(Protocol):
@@ -38,14 +36,6 @@ class Batches(Protocol):
     def epoch(
         self, epoch: int, *, start: int = 0, rank: int = 0, world: int = 1
     ) -> Iterator[TrainingBatch]: ...
-
-
-class Trainable(Protocol):
-    """The face of a head (`foretell.models.trainable`): a module that says how it is written."""
-
-    config: dict[str, Any]
-
-    def tensors(self) -> dict[str, Tensor]: ...
 
 
 @dataclass
@@ -63,7 +53,7 @@ class Trainer:
     """Fits a head.
 
     Args:
-        head: a module with the face of `Trainable`; what requires gradients is fitted.
+        head: a `foretell.models.trainable` head; what requires gradients is fitted.
         loss: sums over a batch's wanted tokens; ``drafters.find(method).loss`` with its rule.
         directory: RUN/fit; checkpoints, metrics and the finished head go there.
         held_out: batches that are never learnt from.
@@ -92,18 +82,8 @@ class Trainer:
         torch.manual_seed(config.seed + self.ranks.rank)
         self.head = head.to(self.ranks.device)
         self.module = spread(LossOf(self.head, loss), self.ranks, fsdp=config.fsdp)
-        self.parameters = {n: p for n, p in self.head.named_parameters() if p.requires_grad}
-        if not self.parameters:
-            raise ValueError("this head has nothing to train")
+        self.weights = Weights(self.head, config)
         self.bf16 = multiplies_bf16(self.ranks.device, config.autocast)
-        self.ema = {n: p.detach().clone() for n, p in self.parameters.items()} if config.ema else {}
-        matrices = [p for p in self.parameters.values() if p.dim() > 1]
-        others = [p for p in self.parameters.values() if p.dim() <= 1]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": matrices}, {"params": others, "weight_decay": 0.0}],
-            lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay,
-            fused=True,
-        )  # fmt: skip
         self.per_epoch = batches.num_batches(self.ranks.rank, self.ranks.world)
         self.total = config.num_steps(self.per_epoch)
         self.place, self.window = Place(), Tally()
@@ -183,10 +163,7 @@ class Trainer:
         """One update from these batches and the other ranks'. Returns the gradient's norm."""
         began = time.monotonic()
         place, config = self.place, self.config
-        rate = config.learning_rate(place.step, self.total)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.zero_grad()
+        self.weights.optimizer.zero_grad()
         tally, losses = Tally(), []
         for i, batch in enumerate(batches):
             batch = batch.to(self.ranks.device)
@@ -198,20 +175,13 @@ class Trainer:
         tally.sums["stop"] = [float(self._asked)]
         tally = tally.over(self.ranks)
         self._stop = tally.sums.pop("stop")[0] > 0  # all ranks stop behind the same step
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         # DDP and FSDP average over ranks; the mean wanted is that over tokens.
-        torch._foreach_mul_(gradients, self.ranks.world / max(1, tally.tokens))
-        norm = float(whole(nn.utils.clip_grad_norm_(self.parameters.values(), config.clip)))
+        norm = self.weights.scale(self.ranks.world / max(1, tally.tokens), config.clip)
         if not (math.isfinite(norm) and math.isfinite(tally.loss)):
             self._refuse(batches, losses, norm)
-        self.optimizer.step()
+        self.weights.update(config.learning_rate(place.step, self.total), place.step + 1)
         place.step += 1
         place.tokens += tally.tokens
-        if self.ema:
-            decay = min(config.ema, (1 + place.step) / (10 + place.step))
-            torch._foreach_lerp_(
-                list(self.ema.values()), list(self.parameters.values()), 1 - decay
-            )
         self.window.merge(tally)
         place.seconds += time.monotonic() - began
         return norm
@@ -228,9 +198,7 @@ class Trainer:
         if self.ranks.rank in files:
             self.directory.mkdir(parents=True, exist_ok=True)
             content = [dict(vars(batch)) for batch in bad or batches]
-            torch.save(
-                {"step": self.place.step + 1, "batches": content}, files[self.ranks.rank]
-            )
+            torch.save({"step": self.place.step + 1, "batches": content}, files[self.ranks.rank])
         self.ranks.wait()
         what = "the loss" if any(everywhere) else f"the gradient (norm {norm})"
         steps = self.checkpoints.steps()
@@ -255,7 +223,7 @@ class Trainer:
         assert self.held_out is not None
         tally, ranks = Tally(), self.ranks
         devices = [ranks.device] if ranks.device.type == "cuda" else []
-        with self._averaged(), torch.random.fork_rng(devices):
+        with self.weights.averaged(), torch.random.fork_rng(devices):
             for batch in self.held_out.epoch(0, rank=ranks.rank, world=ranks.world):
                 batch = batch.to(ranks.device)
                 with torch.autocast(ranks.device.type, torch.bfloat16, enabled=self.bf16):
@@ -263,68 +231,35 @@ class Trainer:
             settle(self.module)
         return tally.over(ranks).means()
 
-    @contextmanager
-    def _averaged(self) -> Iterator[None]:
-        """The running mean of the weights in their place, where there is one."""
-        own = {name: self.parameters[name].detach().clone() for name in self.ema}
-        with torch.no_grad():
-            for name, mean in self.ema.items():
-                self.parameters[name].copy_(mean)
-            yield
-            for name, value in own.items():
-                self.parameters[name].copy_(value)
-
     # ---- what stays
 
     def _save(self) -> None:
-        weights = {name: whole(p) for name, p in self.parameters.items()}
-        ema = {name: whole(p) for name, p in self.ema.items()}
-        moments = {
-            name: {key: whole(value) for key, value in self.optimizer.state[p].items()}
-            for name, p in self.parameters.items()
-        }
-        rng = self.ranks.gather(_rng(self.ranks.device))
+        state: dict[str, Any] = self.weights.state()
+        rng = self.ranks.gather(rng_state(self.ranks.device))
         if self.ranks.first:
-            state = {
-                "module": weights, "ema": ema, "optimizer": moments, "rng": rng,
-                "place": asdict(self.place), "window": self.window.sums,
-            }  # fmt: skip
-            write = lambda path: self._write_head(path / "head", ema or weights)  # noqa: E731
-            self.checkpoints.save(self.place.step, state, self.settings, write)
+            rest = {"rng": rng, "place": asdict(self.place), "window": self.window.sums}
+            self.checkpoints.save(
+                self.place.step,
+                state | rest,
+                self.settings,
+                lambda path: self.weights.write(path / "head", state),
+            )
         self.ranks.wait()
 
     def _restore(self, state: dict[str, Any]) -> None:
-        self.place = Place(**state["place"])
-        self.window = Tally(state["window"])
-        for name, parameter in self.parameters.items():
-            fill(parameter, state["module"][name])
-            if self.ema:
-                fill(self.ema[name], state["ema"][name])
-            moments = {}
-            for key, value in state["optimizer"][name].items():
-                scalar = value.dim() == 0  # how many steps
-                moments[key] = torch.zeros_like(value if scalar else parameter)
-                moments[key] = moments[key].to(parameter.device)
-                fill(moments[key], value)
-            self.optimizer.state[parameter] = moments
+        self.place, self.window = Place(**state["place"]), Tally(state["window"])
+        self.weights.restore(state)
         if self.ranks.rank < len(state["rng"]):
-            _set_rng(state["rng"][self.ranks.rank], self.ranks.device)
-
-    def _write_head(self, path: Path, weights: dict[str, Tensor]) -> None:
-        path.mkdir()
-        with gathered(self.head, weights):
-            tensors = {n: t.detach().contiguous() for n, t in self.head.tensors().items()}  # type: ignore[operator]
-            save_file(tensors, path / "model.safetensors")
-        (path / "config.json").write_text(json.dumps(self.head.config, indent=1) + "\n")
+            set_rng_state(state["rng"][self.ranks.rank], self.ranks.device)
 
     def _finish(self) -> Path:
         """Writes the finished head to fit/head, which replaces a former one."""
         final = self.directory / "head"
-        weights = {n: whole(p) for n, p in (self.ema or self.parameters).items()}
+        state = self.weights.state()
         if self.ranks.first:
             temporary = self.directory / ".step-head.partial"
             self.checkpoints.sweep()
-            self._write_head(temporary, weights)
+            self.weights.write(temporary, state)
             sync(temporary)
             if final.exists():
                 final.rename(self.directory / ".step-head.removed")
@@ -340,7 +275,9 @@ def multiplies_bf16(device: torch.device, wish: str = "auto") -> bool:
         return wish == "bf16"
     if device.type != "cpu":
         return True
-    has = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
+    has = (
+        getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile")
+    )
     return any(check is not None and check() for check in has)
 
 
@@ -350,20 +287,6 @@ def _validation_line(row: Row) -> str:
     return f"step {row['step']}: held out: loss {held_out['loss']:.4f}" + (
         f", acceptance by position {accepted}" if accepted else ""
     )
-
-
-def _rng(device: torch.device) -> dict[str, Any]:
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def _set_rng(state: dict[str, Any], device: torch.device) -> None:
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
 
 
 @contextmanager
