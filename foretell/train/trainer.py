@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from foretell.spec.training import Loss, Rule, TrainingBatch
-from foretell.train.checkpoints import Checkpoints, sync
+from foretell.train.checkpoints import Checkpoints, alone, sync
 from foretell.train.fit_config import FitConfig
 from foretell.train.metrics import Display, Metrics, Row, Tally
 from foretell.train.parallel import LossOf, Ranks, exchange, settle, spread
@@ -96,7 +96,8 @@ class Trainer:
         self.checkpoints = Checkpoints(directory, config.keep)
         self._asked = self._stop = False  # by a signal to this process; by any, agreed upon
         if restart and self.ranks.first:
-            self.checkpoints.clear()
+            with alone(directory):
+                self.checkpoints.clear()
         self.ranks.wait()
         if steps := self.checkpoints.steps():
             self._restore(self.checkpoints.load(steps[-1], self.settings))
@@ -110,8 +111,14 @@ class Trainer:
             The directory of the finished head, or None: it was interrupted, and saved first.
 
         Raises:
-            ValueError: a loss or a gradient is not finite; the batch is in bad-batch.pt.
+            ValueError: a loss or a gradient is not finite, and the batch is in bad-batch.pt; or
+                another process is at work in that directory.
         """
+        with alone(self.directory) if self.ranks.first else nullcontext():
+            self._run()
+            return self._finish() if self.place.step == self.total else None
+
+    def _run(self) -> None:
         place, config, total = self.place, self.config, self.total
         metrics = Metrics(self.directory, place.step) if self.ranks.first else None
         display = Display(total, place.step, shown=self.ranks.first)
@@ -140,7 +147,6 @@ class Trainer:
             display.close()
             if metrics:
                 metrics.close()
-        return self._finish() if place.step == total else None
 
     def _feed(self) -> Iterator[list[TrainingBatch]]:
         """The batches of one optimiser step after the other, from where the run stands."""

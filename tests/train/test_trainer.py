@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from foretell.spec.training import Rule
+from foretell.train.checkpoints import alone
 from foretell.train.fit_config import FitConfig
 from foretell.train.metrics import read_rows
 from foretell.train.trainer import Trainer
@@ -191,6 +192,14 @@ def test_other_settings_are_refused_by_name(tmp_path):
     assert trainer(tmp_path, max_steps=3, keep=9, threads=1).place.step == 3
     assert trainer(tmp_path, max_steps=3, lr=0.02, restart=True).place.step == 0
     assert not list(tmp_path.glob("step-*"))
+
+
+def test_two_processes_do_not_fit_into_one_directory(tmp_path):
+    with alone(tmp_path):
+        for restart in (False, True):
+            with pytest.raises(ValueError, match="another process fits a head there"):
+                trainer(tmp_path, restart=restart).fit()
+    trainer(tmp_path, max_steps=1).fit()
 
 
 def test_held_out_batches_are_looked_at_and_never_learnt_from(tmp_path):
