@@ -15,22 +15,22 @@ from torch import Tensor
 
 from foretell.config import Weights
 from foretell.models.checkpoint import Checkpoint, Part, Source
-from foretell.models.head import Fusion, Head, MedusaHead
+from foretell.models.head import Fusion, Head
 from foretell.models.head_reader import (
     Reader,
     count_layers,
     draft_ids,
     open_tensors,
     root_of,
+    rows_of,
     settings_of,
+    shared,
     sizes,
 )
-from foretell.models.linear import Linear, PackedEmbedding, make_linear
+from foretell.models.linear import PackedEmbedding, make_linear
 from foretell.models.loader import LoadedModel
 from foretell.models.rope import Rope
 from foretell.spec.draft_vocab import DraftVocab
-
-_MEDUSA = ("medusa_head.", "medusa_heads.")
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,12 @@ def load_eagle(
     layers = [reader.layer(root + first, config, norm=flag("norm_attn", restored))]
     for i in range(1, config.num_layers):
         layers.append(reader.layer(f"{root}layers.{i}.", config))
-    ids = draft_ids(draft_vocab, path, target.config.vocab_size)
+    ids = _own_ids(names, settings, draft_vocab, path, target.config.vocab_size)
     head = Head(
         config=config,
         embedding=target.model.embedding,
         layers=layers,
-        lm_head=target.model.lm_head if ids is None else target.model.lm_head.rows(ids),
+        lm_head=shared(target, ids),
         rope=Rope(config),
         mix=reader.linear({root + fc: hidden}, 2 * hidden, bias=bias),
         norm_embed=norm(flag("norm_embed", restored or para), "embedding_layernorm"),
@@ -136,7 +136,7 @@ def load_eagle3(
     wanted = draft_ids(draft_vocab, path, vocab)
     if (own := "lm_head.weight") not in names:
         ids = ids if wanted is None else wanted
-        lm_head = target.model.lm_head if ids is None else target.model.lm_head.rows(ids)
+        lm_head = shared(target, ids)
     else:
         weight = take(own, vocab if ids is None else len(ids), hidden)
         weight, ids = rows_of(weight, ids, wanted, vocab)
@@ -198,12 +198,14 @@ def load_mtp(
         weight = torch.cat([weight[:, hidden:], weight[:, :hidden]], dim=1)
     for copied in ("embed_tokens.weight", "shared_head.head.weight"):  # copies of the target's
         names.skip(prefix + copied)
-    ids = draft_ids(draft_vocab, path, vocab)
+    table = f"{prefix}d2t"  # ours: the others speak about every token
+    own = {"draft_vocab_size": names.shape(table)[0]} if table in names else {}
+    ids = _own_ids(names, own, draft_vocab, path, vocab, prefix)
     head = Head(
         config=config,
         embedding=target.model.embedding,
         layers=[reader.layer(block, config)],
-        lm_head=target.model.lm_head if ids is None else target.model.lm_head.rows(ids),
+        lm_head=shared(target, ids),
         rope=Rope(config),
         mix=make_linear(weights, weight),
         norm_embed=reader.norm(prefix + embed, hidden),
@@ -215,67 +217,18 @@ def load_mtp(
     return LoadedHead(head, (-1,), DraftVocab(vocab, ids), target.kv_dtype)
 
 
-def load_medusa(
-    path: Path, target: LoadedModel, weights: Weights, draft_vocab: str = ""
-) -> tuple[list[MedusaHead], DraftVocab]:
-    """Medusa heads: the authors' state dicts (``0.0.linear.weight``), the same inside a merged
-    checkpoint (``medusa_head.``), and vLLM's (``blocks.0.layers.0.weight``). Heads and layers are
-    counted: configs are known to be wrong.
-
-    Raises:
-        ValueError: as `load_eagle`.
-    """
-    source = open_tensors(path)
-    merged = next((p for p in _MEDUSA if any(n.startswith(p) for n in source.shapes)), "")
-    reader = Reader(Part(source, merged), weights)
-    names, take = reader.checkpoint, reader.checkpoint.take
-    hidden, vocab = target.config.hidden_size, target.config.vocab_size
-    vllm = f"{merged}blocks.0.layers.0.weight" in names
-    block = f"{merged}blocks.{{}}.layers.{{}}" if vllm else f"{merged}{{}}.{{}}.linear"
-    ids = None
-    if f"{merged}token_map" in names:
-        name = f"{merged}token_map"
-        ids = names.take_any(name, *names.shape(name)).long()
-    known = vocab if ids is None else len(ids)
-    wanted = draft_ids(draft_vocab, path, vocab)
-    heads: list[MedusaHead] = []
-    while f"{block.format(len(heads), 0)}.weight" in names:
-        i, blocks = len(heads), list[Linear]()
-        depth = 0
-        while f"{(own := block.format(i, depth))}.weight" in names:
-            biased = not vllm or f"{own}.bias" in names
-            blocks.append(reader.linear({own: hidden}, hidden, bias=biased))
-            depth += 1
-        out = f"{merged}lm_heads.{i}.weight" if vllm else f"{merged}{i}.{depth}.weight"
-        if vllm and out not in names and ids is None:  # all share the target's
-            lm_head = target.model.lm_head if wanted is None else target.model.lm_head.rows(wanted)
-        else:
-            lm_head = make_linear(weights, rows_of(take(out, known, hidden), ids, wanted, vocab)[0])
-        heads.append(MedusaHead(blocks=blocks, lm_head=lm_head))
-    if not heads:
-        raise ValueError(f"{path}: no Medusa head here, tensor {block.format(0, 0)}.weight")
-    if wanted is not None:
-        ids = wanted if ids is None else wanted[torch.isin(wanted, ids)]
-    names.skip(f"{merged}lm_head.weight")
-    names.finish()
-    return heads, DraftVocab(vocab, ids)
-
-
-def rows_of(
-    weight: Tensor, ids: Tensor | None, wanted: Tensor | None, vocab_size: int
-) -> tuple[Tensor, Tensor | None]:
-    """Those rows of an output projection [Vd, H] that are wanted and there, and their ids.
-
-    Args:
-        ids: [Vd] the tokens of the rows; None: all, in order.
-        wanted: [N] the tokens to keep; None: all that are there.
-    """
-    if wanted is None:
-        return weight, ids
-    place = torch.full((vocab_size,), -1)
-    place[torch.arange(vocab_size) if ids is None else ids] = torch.arange(len(weight))
-    wanted = wanted[place[wanted] >= 0]
-    return weight[place[wanted]], wanted
+def _own_ids(
+    names: Checkpoint,
+    settings: dict[str, Any],
+    draft_vocab: str,
+    path: Path,
+    vocab_size: int,
+    prefix: str = "",
+) -> Tensor | None:
+    """Tokens to propose: those that are asked for, else those the head was trained on (d2t)."""
+    own = _d2t(names, settings, vocab_size, prefix)
+    wanted = draft_ids(draft_vocab, path, vocab_size)
+    return own if wanted is None else wanted
 
 
 def _taps(settings: dict[str, Any], num_layers: int, path: Path) -> tuple[int, ...]:
@@ -291,23 +244,25 @@ def _taps(settings: dict[str, Any], num_layers: int, path: Path) -> tuple[int, .
     return taps
 
 
-def _d2t(names: Checkpoint, settings: dict[str, Any], vocab_size: int) -> Tensor | None:
+def _d2t(
+    names: Checkpoint, settings: dict[str, Any], vocab_size: int, prefix: str = ""
+) -> Tensor | None:
     """Target ids of the draft vocabulary; ``d2t`` holds them less their own place.
 
     Raises:
         ValueError: d2t is missing, or it and t2d disagree.
     """
     size = settings.get("draft_vocab_size") or vocab_size
-    if "d2t" not in names and size == vocab_size:
-        names.skip("t2d")
+    if f"{prefix}d2t" not in names and size == vocab_size:
+        names.skip(f"{prefix}t2d")
         return None
     try:
-        ids = DraftVocab.from_offsets(names.take_any("d2t", size), vocab_size).ids
+        ids = DraftVocab.from_offsets(names.take_any(f"{prefix}d2t", size), vocab_size).ids
     except ValueError as error:
         raise ValueError(f"d2t is not a table of offsets: {error}") from None
     assert ids is not None
-    if "t2d" in names:
-        known = names.take_any("t2d", vocab_size).bool()
+    if f"{prefix}t2d" in names:
+        known = names.take_any(f"{prefix}t2d", vocab_size).bool()
         if not torch.equal(known.nonzero()[:, 0], ids.sort().values):
             raise ValueError("d2t and t2d name different tokens: is d2t a table of offsets?")
     return ids

@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from foretell.models import head_formats as formats
-from foretell.models.head_formats import LoadedHead, load_eagle, load_eagle3, load_medusa, load_mtp
+from foretell.models.head_formats import LoadedHead, load_eagle, load_eagle3, load_mtp
 from foretell.models.hub import resolve
 from foretell.models.loader import load
+from foretell.models.medusa_formats import load_medusa
 from tests import heads, tiny
 
 LOADERS = {"eagle": load_eagle, "eagle3": load_eagle3, "mtp": load_mtp}
