@@ -37,49 +37,13 @@ from foretell.sequence import SamplingParams
 from foretell.terminal import Origins
 from foretell.train.agreement import Agreement, agreement
 from foretell.train.head_files import method_of
+from foretell.train.settings import EvaluateConfig
 
 TEMPERATURES = (0.0, 1.0)
 SAMPLES = 6
 """Answers that the report shows."""
 _TEXT = 256
 """Tokens of the text that trainer and engine are compared on."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateConfig:
-    """How the head drafts while it is measured.
-
-    Raises:
-        ValueError: a value is out of range.
-    """
-
-    k: int = 4
-    """Draft tokens of the chain."""
-    depth: int = 5
-    """Levels of the tree."""
-    topk: int = 6
-    """Children of a tree's node, and nodes of a level that grow on."""
-    nodes: int = 20
-    """Draft tokens of the tree."""
-
-    def __post_init__(self) -> None:
-        for name in ("k", "depth", "topk", "nodes"):
-            if not 1 <= getattr(self, name) <= 63:
-                raise ValueError(f"{name}={getattr(self, name)}: must be from 1 to 63")
-        if self.topk < 2:
-            raise ValueError("topk=1 is a chain, which k measures: give the tree 2 or more")
-
-    def schemes(self, method: str, head: Path) -> dict[str, SpeculationConfig]:
-        """Chain and tree."""
-        tree = {"depth": self.depth, "topk": self.topk, "nodes": self.nodes}
-        options = {"chain": {"depth": self.k}, "tree": tree}
-        return {
-            name: SpeculationConfig(
-                method=method,
-                options={"model": str(head)} | {key: str(value) for key, value in own.items()},
-            )
-            for name, own in options.items()
-        }
 
 
 @dataclass
@@ -270,7 +234,7 @@ def _as_json(result: Evaluation, config: EvaluateConfig) -> dict[str, Any]:
         "valid": result.valid,
         "problems": result.problems,
         "evaluate": asdict(config),
-        "agreement": asdict(result.agreement),
+        "agreement": asdict(result.agreement) | {"says": str(result.agreement)},
         "summary": [
             {"temperature": temperature, **asdict(line), "cumulative": cumulative(line)}
             for temperature, lines in result.lines.items()

@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -17,10 +17,10 @@ from foretell.models.checkpoint import read_json
 from foretell.models.head_reader import open_tensors
 from foretell.train.head_files import HeadFiles, read_head
 from foretell.train.layouts import Rows, eagle_layout, medusa_layout, speculators_layout
+from foretell.train.settings import FORMATS, Format
 
-Format = Literal["foretell", "eagle", "speculators", "medusa"]
-FORMATS: tuple[Format, ...] = get_args(Format)
-_BESIDE = ("token_ranking.json", "README.md", "LICENSE")
+DTYPES = {"": None, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+_BESIDE = ("token_ranking.json", "token_ids.pt", "README.md", "LICENSE")
 """Files that go with a head into any layout."""
 
 
@@ -33,6 +33,7 @@ def export(
     verifier: str = "",
     architecture: str = "LlamaForCausalLM",
     tokens: int = 4,
+    dtype: str = "",
 ) -> HeadFiles:
     """Writes a head in another layout; whole or not at all.
 
@@ -44,6 +45,7 @@ def export(
         rows: rows of the target's lm_head, for a head that shares them.
         verifier, architecture: the target's name and class, which ``speculators`` mentions.
         tokens: draft tokens that a server of the ``speculators`` layout takes by default.
+        dtype: f32, f16 or bf16 of all weights; empty: as they are.
 
     Returns:
         What was written.
@@ -54,6 +56,8 @@ def export(
     """
     if form not in FORMATS:
         raise ValueError(f"format {form!r}: choose one of {', '.join(FORMATS)}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r}: choose one of f32, f16, bf16")
     files = read_head(head)
     if form == "foretell":
         source = open_tensors(head)
@@ -66,7 +70,10 @@ def export(
     else:
         files = {"eagle": eagle_layout, "medusa": medusa_layout}[form](files, rows)
     beside = {name: (head / name).read_bytes() for name in _BESIDE if (head / name).is_file()}
-    write_head(out, files.settings, files.tensors, beside)
+    if (kind := DTYPES[dtype]) is not None:
+        tensors = {n: t.to(kind) if t.is_floating_point() else t for n, t in files.tensors.items()}
+        files = HeadFiles(files.method, files.settings, tensors, files.beside)
+    write_head(out, files.settings, files.tensors, beside | files.beside)
     return files
 
 

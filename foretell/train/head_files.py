@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ _LAYER = (
 )
 _KNOWN = {
     "eagle": rf"{_LAYER}|fc\.(weight|bias)|((embedding|hidden_states)_layernorm|norm|embed_tokens)"
-    r"\.weight",
+    r"\.weight|d2t|t2d",
     "eagle3": rf"{_LAYER}|(fc|norm|lm_head|embed_tokens|fc_norm\.\d|input_norm)\.weight|d2t|t2d",
     "medusa": r"\d+\.\d+\.(linear\.)?(weight|bias)|token_map|lm_head\.weight",
     "mtp": r".*",
@@ -46,6 +46,8 @@ class HeadFiles:
     method: str
     settings: dict[str, Any]
     tensors: Tensors
+    beside: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    """Further files of its directory."""
 
     @property
     def sizes(self) -> dict[str, Any]:

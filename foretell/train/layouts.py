@@ -7,6 +7,7 @@ shares them and a layout wants its own.
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,7 @@ _NORMS = {
     "norm_attn": "layers.0.input_layernorm.weight",
     "norm_out": "norm.weight",
 }
+TOKEN_IDS = "token_ids.pt"
 _TAPS = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -45,6 +47,7 @@ def eagle_layout(head: HeadFiles, rows: Rows) -> HeadFiles:
             "leave these norms out"
         )
     _refuse(head, "EAGLE's layout")
+    tensors, beside = _whole_vocabulary(head)
     settings = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -52,7 +55,8 @@ def eagle_layout(head: HeadFiles, rows: Rows) -> HeadFiles:
         "num_hidden_layers": _num_layers(head),
         "bias": "fc.bias" in head.tensors,
     }
-    return HeadFiles("eagle", settings | ({"add_para_norm": True} if norms else {}), head.tensors)
+    settings |= {"add_para_norm": True} if norms else {}
+    return HeadFiles("eagle", settings, tensors, beside)
 
 
 def speculators_layout(
@@ -125,7 +129,8 @@ def _speculators_eagle(head: HeadFiles, shared: dict[str, Any]) -> HeadFiles:
     if _num_layers(head) > 1:
         raise ValueError(f"{where} has one layer, this head has {_num_layers(head)}")
     back = {own: theirs for theirs, own in SPECULATORS.items()}
-    renamed = {n.replace("layers.0.", "transformer.", 1): t for n, t in head.tensors.items()}
+    tensors, beside = _whole_vocabulary(head)
+    renamed = {n.replace("layers.0.", "transformer.", 1): t for n, t in tensors.items()}
     settings = {
         "architectures": ["EagleSpeculator", "LlamaDecoderLayer"],
         "transformer_layer_architecture": "LlamaDecoderLayer",
@@ -133,7 +138,7 @@ def _speculators_eagle(head: HeadFiles, shared: dict[str, Any]) -> HeadFiles:
         "fusion_bias": "fc.bias" in head.tensors,
         **shared,
     }
-    return HeadFiles("eagle", settings, {back.get(n, n): t for n, t in renamed.items()})
+    return HeadFiles("eagle", settings, {back.get(n, n): t for n, t in renamed.items()}, beside)
 
 
 def medusa_layout(head: HeadFiles, rows: Rows) -> HeadFiles:
@@ -162,9 +167,7 @@ def medusa_layout(head: HeadFiles, rows: Rows) -> HeadFiles:
     if not owned and "lm_head.weight" not in tensors:
         tensors["lm_head.weight"] = rows(ids).to(first.dtype)
     size = len(tensors["lm_heads.0.weight" if owned else "lm_head.weight"])
-    vocab = head.settings.get("vocab_size") or (size if ids is None else None)
-    if vocab is None:
-        raise ValueError("config.json lacks vocab_size, which vLLM's Medusa layout wants")
+    vocab = head.settings.get("vocab_size") or (size if ids is None else len(rows(None)))
     settings = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
@@ -197,7 +200,7 @@ def _eagle3(head: HeadFiles, rows: Rows, where: str, *, extended: bool = False) 
     vocab = head.settings["vocab_size"]
     ids = None
     if "d2t" in tensors:
-        ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"].long()
+        ids = ids_of(tensors["d2t"])
         tensors.setdefault("t2d", torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True))
     if "lm_head.weight" not in tensors:
         tensors["lm_head.weight"] = rows(ids).to(tensors["fc.weight"].dtype)
@@ -217,6 +220,23 @@ def _eagle3(head: HeadFiles, rows: Rows, where: str, *, extended: bool = False) 
     if "target_hidden_size" in head.settings:
         settings["target_hidden_size"] = head.settings["target_hidden_size"]
     return HeadFiles("eagle3", settings, tensors)
+
+
+def _whole_vocabulary(head: HeadFiles) -> tuple[Tensors, dict[str, bytes]]:
+    """An EAGLE head without its tables of a reduced vocabulary, which other readers do not know;
+    and its token ids as the file that SGLang (``--speculative-token-map``) and our own
+    ``draft_vocab`` take."""
+    tensors = {name: t for name, t in head.tensors.items() if name not in ("d2t", "t2d")}
+    if "d2t" not in head.tensors:
+        return tensors, {}
+    buffer = io.BytesIO()
+    torch.save(ids_of(head.tensors["d2t"]), buffer)
+    return tensors, {TOKEN_IDS: buffer.getvalue()}
+
+
+def ids_of(d2t: Tensor) -> Tensor:
+    """[Vd] the target's tokens, of a table of offsets."""
+    return torch.arange(len(d2t)) + d2t.long()
 
 
 def _norms(head: HeadFiles) -> set[str]:

@@ -11,9 +11,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from foretell.models.frozen import FrozenTarget
+from foretell.models.trainable_files import new_head
 from foretell.train import export as exporting
-from foretell.train.export import Format, export, target_rows, write_head
+from foretell.train.export import export, target_rows, write_head
 from foretell.train.head_files import method_of, read_head
+from foretell.train.settings import Format
 from tests import heads, tiny
 
 Head = tuple[heads.Tensors, dict[str, Any]]
@@ -80,10 +83,10 @@ SERVED: list[tuple[Format, Any]] = [
 NAMES = [f"{form}-{i}" for i, (form, _) in enumerate(SERVED)]
 
 
-def drafts(path: Path) -> list[list[list[int]]]:
+def drafts(path: Path, more: str = "") -> list[list[list[int]]]:
     """What an engine proposes with this head, step by step: [step][sequence][node]."""
     options = ",k=3" if method_of(path) != "medusa" else ""
-    llm = tiny.llm(f"{method_of(path)}:model={path}{options}", prefix_caching=False)
+    llm = tiny.llm(f"{method_of(path)}:model={path}{options}{more}", prefix_caching=False)
     asked: list[list[list[int]]] = []
     propose = llm.engine.drafter.propose
 
@@ -135,6 +138,60 @@ def test_bfloat16_stays_bfloat16(tmp_path: Path) -> None:
     assert written["t2d"].dtype == torch.bool
 
 
+def test_weights_are_converted_where_that_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "head").mkdir()
+    path = heads.write(*heads.eagle3(), tmp_path / "head")
+    export(path, tmp_path / "out", "foretell", rows, dtype="bf16")
+    written, before = (load_file(p / "model.safetensors") for p in (tmp_path / "out", path))
+    assert torch.equal(written["fc.weight"], before["fc.weight"].bfloat16())
+    assert written["d2t"].dtype == torch.int64
+    with pytest.raises(ValueError, match="choose one of f32, f16, bf16"):
+        export(path, tmp_path / "out", "foretell", rows, dtype="int8")
+
+
+IDS = torch.tensor([2, 3, 5, 8, 13, 21, 34, 40, 41, 42, 55, 60])
+
+
+@pytest.mark.parametrize(
+    ("form", "method", "norms"),
+    [
+        ("foretell", "eagle", True),
+        ("foretell", "eagle3", True),
+        ("foretell", "mtp", True),
+        ("foretell", "medusa", True),
+        ("eagle", "eagle", False),
+        ("eagle", "eagle3", True),
+        ("speculators", "eagle", False),
+        ("speculators", "eagle3", True),
+        ("medusa", "medusa", True),
+    ],
+)
+@pytest.mark.parametrize("reduced", [False, True])
+def test_heads_that_were_trained_here_leave(
+    form: Format, method: str, norms: bool, reduced: bool, tmp_path: Path
+) -> None:
+    """With the target's own lm_head, over all tokens or some."""
+    target = FrozenTarget.open(str(tiny.model("f32").path))
+    head = new_head(method, target, norms=norms, draft_ids=IDS if reduced else None, num_heads=3)
+    g = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight += 0.2 * torch.randn(weight.shape, generator=g)
+    (tmp_path / "head").mkdir()
+    path = heads.write(head.tensors(), head.config, tmp_path / "head")
+    export(path, tmp_path / "out", form, rows, verifier="org/target")
+    # EAGLE's first layouts know no reduced vocabulary: it goes beside the head.
+    beside = tmp_path / "out" / "token_ids.pt"
+    assert beside.exists() == (reduced and method == "eagle" and form != "foretell")
+    more = f",draft_vocab={beside}" if beside.exists() else ""
+    assert drafts(tmp_path / "out", more) == drafts(path)
+    export(tmp_path / "out", tmp_path / "two", form, rows, verifier="org/target")
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "two"))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+    assert (tmp_path / "two" / "token_ids.pt").exists() == beside.exists()
+
+
 def test_layouts_have_the_keys_that_their_readers_want(tmp_path: Path) -> None:
     (tmp_path / "head").mkdir()
     path = heads.write(*heads.eagle3(), tmp_path / "head")
@@ -164,7 +221,7 @@ def test_layouts_have_the_keys_that_their_readers_want(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("form", "maker", "reason"),
     [
-        ("eagle", lambda: heads.eagle(norms=True), "norm_attn"),
+        ("eagle", lambda: heads.eagle(norms=True), "norm_attn, norm_embed, norm_hidden, norm_out"),
         ("eagle", three_norms, "norm_embed"),
         ("eagle", normed_eagle3, "norm_before_residual"),
         ("eagle", heads.medusa, "a head of medusa"),
