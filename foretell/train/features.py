@@ -114,7 +114,8 @@ def plan_features(
     source = answers if answers.exists() else run / "samples.jsonl"
     if not source.exists():
         raise ValueError(f"{source} is missing: make it with foretell train prepare --run {run}")
-    names = set(EngineConfig.__dataclass_fields__) - {"model", "speculation", "prefix_caching"}
+    own = {"model", "speculation", "prefix_caching", "max_model_len"}
+    names = set(EngineConfig.__dataclass_fields__) - own
     llm, max_len = open_recorder(
         engine_config.model,
         taps=config.layers,
