@@ -9,6 +9,7 @@ import typer
 
 from foretell.config import EngineConfig
 from foretell.flags import from_fields
+from foretell.train.cli_fit import fit
 from foretell.train.config import FeaturesConfig, PrepareConfig, RegenerateConfig
 
 app = typer.Typer(
@@ -100,3 +101,6 @@ def vocabulary_command(
     for count in size:
         print(f"{count:>7,} tokens cover {ranking.coverage(count):.2%} of the answers' tokens")
     print(f"wrote {run / 'draft_vocab.json'} with {size[0]:,}")
+
+
+app.command("fit")(fit)
