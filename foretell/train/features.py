@@ -158,8 +158,8 @@ def compute_features(plan: Plan, llm: LLM, shard_bytes: int, run: Path) -> None:
     if index.online:
         return
     digest = _digest(plan.texts[: index.num_texts])
-    with progress_bar("tokens", index.num_tokens + plan.num_left) as advance:
-        advance(index.num_tokens)
+    there = index.num_tokens
+    with progress_bar("tokens", there + plan.num_left, done=there, lines=True) as advance:
         for part in _parts(plan.texts[index.num_texts :], shard_bytes // index.bytes_a_token):
             done: dict[str, Recorded] = {}
             named = {f"{index.source} row {sample.index}": sample for sample in part}
