@@ -69,15 +69,10 @@ class Recorder(Drafter):
     def observe(self, commit: Commit) -> None:
         assert commit.features is not None
         at = 0
-        for sequence, start, tokens in zip(
-            commit.sequences, commit.starts, commit.tokens, strict=True
-        ):
+        for sequence, tokens in zip(commit.sequences, commit.tokens, strict=True):
             rows = commit.features[at : at + len(tokens) - 1]  # [T, F] float32
             at += len(rows)
-            parts = self._parts.setdefault(sequence.request_id, [])
-            if start == 0:
-                parts.clear()  # it was preempted and runs again
-            parts.append(self._record(rows))
+            self._parts.setdefault(sequence.request_id, []).append(self._record(rows))
 
     def _record(self, rows: Tensor) -> Recorded:
         features = rows[:, : self.width].bfloat16()

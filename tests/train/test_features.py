@@ -93,7 +93,7 @@ def test_what_is_stored_is_what_forward_says(model, run):
     [{}, {"max_num_batched_tokens": 7}, {"kv_memory": "40KiB", "max_num_seqs": 16}],
 )
 def test_on_the_way_it_is_the_same_to_the_last_bit(options, model, run):
-    """The second splits texts over passes, the third has too few pages and preempts."""
+    """The second splits texts over passes, the third has pages for two texts at once."""
     compute(model, run)
     stored = by_text(open_batches(run))
     shutil.rmtree(run / "features")
@@ -108,9 +108,20 @@ def test_on_the_way_it_is_the_same_to_the_last_bit(options, model, run):
     for tokens, parts in stored.items():
         assert all(torch.equal(a, b) for a, b in zip(parts, online[tokens], strict=True))
     engine = batches.texts._llm.engine
-    assert (engine.scheduler.num_preemptions > 0) == ("kv_memory" in options)
     tiny.check_idle(batches.texts._llm)
     assert not engine.drafter._parts
+
+
+def test_the_largest_logits_need_no_final_layer(model, run):
+    compute(model, run)
+    both = by_text(open_batches(run))
+    shutil.rmtree(run / "features")
+    compute(model, run, FeaturesConfig(**{**vars(CONFIG), "taps": "1"}))
+    alone = by_text(open_batches(run))
+    for tokens, (_, features, hidden, *top) in alone.items():
+        assert features.shape[1] == 32
+        assert hidden is None
+        assert all(torch.equal(a, b) for a, b in zip(top, both[tokens][3:], strict=True))
 
 
 def shards(run):
@@ -202,7 +213,7 @@ def test_features_of_another_target_are_refused(model, run, tmp_path):
     compute(model, run)
     other = rig.write_model(tmp_path / "other", seed=1)
     for use in (lambda: compute(other, run), lambda: open_batches(run, target=other)):
-        with pytest.raises(ValueError, match="target"):
+        with pytest.raises(ValueError, match=r"features holds features of .*, not of .*other"):
             use()
     with pytest.raises(ValueError, match="made with weights=f32, not int8"):
         compute(model, run, weights="int8")
@@ -287,5 +298,5 @@ def test_hidden_states_that_are_not_finite_stop_it_by_name(model, run, monkeypat
         observe(commit)
 
     monkeypatch.setattr(llm.engine.drafter, "observe", broken)
-    with pytest.raises(ValueError, match=r"answers.jsonl row \d+: .*not finite"):
+    with pytest.raises(ValueError, match=r"answers.jsonl text \d+: .*not finite"):
         compute_features(plan, llm, 3000, run)
