@@ -43,7 +43,7 @@ def fit(
     on several GPUs."""
     done = fit_head(config, run, target=target, restart=restart)
     if done is None:
-        print("foretell: interrupted and saved; run it again to go on", file=sys.stderr)
+        print("saved; run it again to go on", file=sys.stderr)
         raise typer.Exit(130)
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"wrote {done}")
