@@ -105,14 +105,28 @@ class Block(nn.Module):
         self.q_norm = rms_norm(config, dim) if qk_norm else None
         self.k_norm = rms_norm(config, dim) if qk_norm else None
 
-    def forward(self, hidden: Tensor, x: Tensor, cos: Tensor, sin: Tensor, seen: Seen) -> Tensor:
-        """Input of the attention [M, inputs] and the residual x [M, H] -> the new residual."""
-        q = self.q(hidden).view(len(x), self.heads, self.dim)
+    def forward(
+        self,
+        hidden: Tensor,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        seen: Seen,
+        queries: Tensor | None = None,
+    ) -> Tensor:
+        """Input of the attention [M, inputs] and the residual x [M, H] -> the new residual, only
+        of the rows ``queries`` [Q] where the others are of no use but for their keys."""
         k = self.k(hidden).view(len(x), self.kv_heads, self.dim)
         v = self.v(hidden).view(len(x), self.kv_heads, self.dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        x = x + self.o(seen(turn(q, cos, sin), turn(k, cos, sin), v))
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        k = turn(k, cos, sin)
+        if queries is not None:
+            hidden, x, cos, sin = hidden[queries], x[queries], cos[queries], sin[queries]
+        q = self.q(hidden).view(len(x), self.heads, self.dim)
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        x = x + self.o(seen(turn(q, cos, sin), k, v))
         hidden = self.post_norm(x)
         return x + self.down(F.silu(self.gate(hidden)) * self.up(hidden))
 
@@ -124,8 +138,15 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
 
-def rms_norm(config: ModelConfig, size: int | None = None) -> nn.RMSNorm:
-    return nn.RMSNorm(size or config.hidden_size, eps=config.rms_norm_eps)
+class Norm(nn.RMSNorm):
+    """In float32, whatever a product under autocast hands over."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float())
+
+
+def rms_norm(config: ModelConfig, size: int | None = None) -> Norm:
+    return Norm(size or config.hidden_size, eps=config.rms_norm_eps)
 
 
 class TrainableHead(nn.Module):
@@ -215,19 +236,20 @@ class TrainableHead(nn.Module):
         places = torch.arange(len(own), device=own.device)
         judged = rows.judged()
         seen = [Seen(rows) for _ in self.layers]
+        seen[-1].places = judged
         lesson = self.teacher.lesson(batch, rows, steps)
         for j in range(steps):
             following, _ = rows.ahead(places, 1 + j)
             positions = rows.positions[places] + j
-            logits_of, own = self._step(rows.tokens[following], own, positions, seen)
-            if j == 0:
-                places, own, logits_of = judged, own[judged], logits_of[judged]
-                for layer in seen:
-                    layer.places = judged
+            queries = judged if j == 0 else None  # elsewhere only keys and values are needed
+            out, own = self._step(rows.tokens[following], own, positions, seen, queries)
+            places = judged
+            for layer in seen:
+                layer.places = judged
             alike = self.taps == (-1,)  # then its features are guesses of the target's
             before, _ = rows.ahead(judged, 1 + j)
             yield Judged(
-                logits=self._logits(logits_of),
+                logits=self._logits(out),
                 **lesson(j),
                 feature=own if alike else None,
                 wanted_feature=tapped[before] if alike else None,
@@ -245,9 +267,15 @@ class TrainableHead(nn.Module):
         return self.fuse(tapped)
 
     def _step(
-        self, tokens: Tensor, features: Tensor, positions: Tensor, seen: list[Seen]
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        seen: list[Seen],
+        queries: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Runs pairs [M]: what lm_head reads and the features of the pairs behind, [M, H] each."""
+        """Runs pairs [M]: what lm_head reads and the features of the pairs behind, [M, H] each;
+        of the pairs ``queries`` only, where they are given."""
         self.rope.cover(positions)
         cos = self.rope.cos.to(tokens.device)[positions]  # [M, D / 2]
         sin = self.rope.sin.to(tokens.device)[positions]
@@ -265,7 +293,7 @@ class TrainableHead(nn.Module):
             start = hidden if layer is self.layers[0] else x
             if layer.input_norm is not None:
                 start = layer.input_norm(start)
-            x = layer(start, x, cos, sin, cache)
+            x = layer(start, x, cos, sin, cache, queries if layer is self.layers[-1] else None)
         out = x if self.norm_out is None else self.norm_out(x)
         return out, out if self.recycle_normed else x
 

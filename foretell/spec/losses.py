@@ -19,8 +19,8 @@ from foretell.spec.training import Loss, Rule
 
 def kl(target: Tensor, draft: Tensor) -> Tensor:
     """KL(target || draft) of log laws [M, Vd]: [M]. Its gradient is that of cross-entropy."""
-    apart = torch.where(target > -torch.inf, target - draft, 0.0)
-    return (target.exp() * apart).sum(-1)
+    law = target.exp()
+    return (law * target.clamp(min=-1e4)).sum(-1) - (law * draft).sum(-1)
 
 
 def cross_entropy(labels: Tensor, draft: Tensor) -> Tensor:

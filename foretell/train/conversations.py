@@ -73,6 +73,8 @@ def _message(given: Any) -> Message:
         if given["role"] not in _SPEAKERS:
             raise Dropped("unknown speaker")
         given["role"] = _SPEAKERS[given["role"]]
+    if not isinstance(given.get("role"), str):
+        raise Dropped("a message has no role")
     if isinstance(given.get("content"), str) and not given["content"].strip():
         return {**given, "content": ""}
     return given
@@ -109,6 +111,9 @@ def encode_conversation(
     is_open = messages[-1]["role"] != "assistant"
     try:
         whole = template.render(messages, ask=is_open)
+        whole.encode()
+    except UnicodeEncodeError:
+        raise Dropped("half of a character (a lone surrogate)") from None
     except ValueError as error:
         raise Dropped(f"the chat template refuses it ({str(error).split(': ', 1)[-1]})") from None
     ids = tokenizer.encode(whole, add_special=False)
@@ -126,7 +131,7 @@ def encode_conversation(
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     starts = [place(i, True) for i in answers]
     spans: list[tuple[int, int]] = []
-    for i, start, limit in zip(answers, starts, [*starts[1:], len(ids)], strict=True):
+    for i, start, limit in zip(answers, starts, [*starts[1:], len(ids)], strict=False):
         ends = (at + 1 for at in range(start, limit) if ids[at] in end_ids)
         end = next(ends, None) or place(i + 1, False)
         if not start < end <= limit:

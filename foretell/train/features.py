@@ -18,7 +18,7 @@ from foretell.train.batches import PackedBatches, Text
 from foretell.train.config import FeaturesConfig
 from foretell.train.files import target_digest
 from foretell.train.recorder import Recorded, open_recorder, record
-from foretell.train.regenerate import check_samples
+from foretell.train.regenerate import check_target
 from foretell.train.samples import Sample, read_samples
 from foretell.train.store import Index, StoredTexts, write_shard
 
@@ -109,9 +109,11 @@ def plan_features(
     Raises:
         ValueError: no texts, features of another kind in the way, or too little disk.
     """
-    check_samples(run, engine_config.model)
+    check_target(run, engine_config.model)
     directory, answers = run / _DIRECTORY, run / "answers.jsonl"
     source = answers if answers.exists() else run / "samples.jsonl"
+    if not source.exists():
+        raise ValueError(f"{source} is missing: make it with foretell train prepare --run {run}")
     names = set(EngineConfig.__dataclass_fields__) - {"model", "speculation", "prefix_caching"}
     llm, max_len = open_recorder(
         engine_config.model,

@@ -96,10 +96,9 @@ def regenerate(engine_config: EngineConfig, config: RegenerateConfig, run: Path)
         ValueError: no samples, or answers.jsonl was made with other samples or settings.
     """
     samples, path = run / "samples.jsonl", run / "answers.jsonl"
-    about = check_samples(run, engine_config.model)
     settings = {
         "version": 1,
-        "samples": about["sha256"],
+        "samples": _check_samples(run, engine_config.model),
         "target": engine_config.model,
         "weights": engine_config.weights,
         "max_model_len": engine_config.max_model_len,
@@ -129,8 +128,8 @@ def regenerate(engine_config: EngineConfig, config: RegenerateConfig, run: Path)
     return out
 
 
-def check_samples(run: Path, model: str) -> dict[str, Any]:
-    """What samples.json says.
+def _check_samples(run: Path, model: str) -> str:
+    """The digest of samples.jsonl.
 
     Raises:
         ValueError: there are no samples, they are damaged, or made for another target.
@@ -138,15 +137,25 @@ def check_samples(run: Path, model: str) -> dict[str, Any]:
     samples = run / "samples.jsonl"
     if not samples.exists():
         raise ValueError(f"{samples} is missing: make it with foretell train prepare --run {run}")
-    about = read_json(run / "samples.json")
-    if about.get("sha256") != file_digest(samples):
+    check_target(run, model)
+    digest = file_digest(samples)
+    if read_json(run / "samples.json").get("sha256") != digest:
         raise ValueError(f"{samples} is not what samples.json tells of: run prepare again")
-    if about.get("target_digest") != target_digest(model):
+    return digest
+
+
+def check_target(run: Path, model: str) -> None:
+    """
+    Raises:
+        ValueError: the run's texts were prepared for another target.
+    """
+    path = run / "samples.json"
+    about = read_json(path) if path.exists() else {}
+    if about and about.get("target_digest") != target_digest(model):
         raise ValueError(
-            f"{samples} was prepared for {about.get('target')}, not for {model}: give --model "
+            f"{path}: texts were prepared for {about.get('target')}, not for {model}: give --model "
             f"{about.get('target')}, or prepare another run"
         )
-    return about
 
 
 def _check_settings(path: Path, settings: dict[str, Any]) -> None:
