@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foretell.config import SpeculationConfig, weight_format
 from foretell.drafters.eagle import HeadOptions
-from foretell.models.head_formats import load_medusa
+from foretell.models.medusa_format import load_medusa
 from foretell.sequence import Sequence
 from foretell.spec.drafter import Ask, Commit, Drafter, DraftRuntime, Needs
 from foretell.spec.grow_tree import Frontier, grow_tree

@@ -32,7 +32,7 @@ class Checkpoint:
     """Hands out each tensor once, and says in the end what nobody asked for."""
 
     def __init__(self, source: Source) -> None:
-        self._source = source
+        self._source, self.path = source, source.path
         self._left = {name for name in source.shapes if not _IGNORED.fullmatch(name)}
 
     def __contains__(self, name: str) -> bool:

@@ -150,6 +150,7 @@ def sizes(
     if own.get("model_type") not in ("llama", "mistral", "qwen2", "qwen3"):
         own["model_type"] = "llama"
     vocab = own.setdefault("vocab_size", target.config.vocab_size)
+    own.setdefault("max_position_embeddings", target.config.max_position_embeddings)
     if vocab != target.config.vocab_size:
         raise ValueError(
             f"{path}: made for a vocabulary of {vocab}, the target's is {target.config.vocab_size}"

@@ -139,6 +139,24 @@ class Commit:
     def slots(self) -> list[int]:
         return [sequence.slot for sequence in self.sequences]
 
+    def before(self, limit: int) -> Commit:
+        """Its rows at positions below ``limit``, sequences without any left out."""
+        counts = [len(tokens) - 1 for tokens in self.tokens]
+        kept = [min(n, limit - at) for n, at in zip(counts, self.starts, strict=True)]
+        if kept == counts:
+            return self
+        places = [b for b, count in enumerate(kept) if count > 0]
+        features = self.features
+        if features is not None:
+            parts = features.split(counts)
+            features = torch.cat([parts[b][: kept[b]] for b in places] or [features[:0]])
+        return Commit(
+            [self.sequences[b] for b in places],
+            [self.starts[b] for b in places],
+            [self.tokens[b][: kept[b] + 1] for b in places],
+            features,
+        )
+
 
 @dataclass(frozen=True)
 class Ask:
