@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -146,15 +147,14 @@ class Commit:
         if kept == counts:
             return self
         places = [b for b, count in enumerate(kept) if count > 0]
-        features = self.features
-        if features is not None:
-            parts = features.split(counts)
-            features = torch.cat([parts[b][: kept[b]] for b in places] or [features[:0]])
+        rows: list[int] = []
+        for first, count in zip(accumulate(counts, initial=0), kept, strict=False):
+            rows.extend(range(first, first + count))
         return Commit(
             [self.sequences[b] for b in places],
             [self.starts[b] for b in places],
             [self.tokens[b][: kept[b] + 1] for b in places],
-            features,
+            None if self.features is None else self.features[rows],
         )
 
 

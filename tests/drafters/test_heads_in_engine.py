@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -165,6 +167,58 @@ def test_a_page_whose_last_pair_is_another_is_not_shared(scheme: str) -> None:
     assert result.stats.num_cached_tokens == 8
     assert rounds[0] >= 5
     assert rounds[1] == 0
+
+
+@pytest.mark.parametrize("chunk", [7, 512])
+@pytest.mark.parametrize("shape", [CHAIN, TREE])
+@pytest.mark.parametrize("kind", ["eagle-norms", "eagle3"])
+def test_past_its_own_context_a_head_rests(
+    kind: str, shape: str, chunk: int, tmp_path: Path
+) -> None:
+    """Drafts up to the limit, none from there on, and no pass either; the text stays the same."""
+    tensors, config = heads.MAKERS[kind]()
+    limit = 30
+    path = heads.write(tensors, config | {"max_position_embeddings": limit}, tmp_path)
+    params = tiny.greedy(max_tokens=40)
+    prompts = [list(range(2, 12)), list(range(3, 31)), [*range(4, 35), *range(4, 30)]]
+    answers = plain(prompts, params)
+    scheme = f"{kind.split('-')[0]}:model={path}{shape}"
+    llm = tiny.llm(scheme, max_num_seqs=3, max_num_batched_tokens=chunk)
+    known(llm, [[*p, *a] for p, a in zip(prompts, answers, strict=True)], 0.6)
+    runtime, propose = llm.engine.runtime, llm.engine.drafter.propose
+    inner, deepest, longest = runtime.forward_head, 0, 0
+
+    def forward_head(head: Head, rows: Rows, features: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal deepest
+        assert len(rows) == len(features) > 0
+        deepest = max(deepest, *rows.positions)
+        return inner(head, rows, features)
+
+    def ask(asked: Ask) -> TokenTree:
+        nonlocal longest
+        tree = propose(asked)
+        for text, count in zip(asked.sequences, tree.num_drafted, strict=True):
+            longest = max(longest, len(text.tokens) if count else 0)
+        return tree
+
+    runtime.forward_head, llm.engine.drafter.propose = forward_head, ask
+    for _ in range(2):  # cold, and with pages that reach past the limit
+        results = llm.generate(prompts, params)
+        assert tiny.ids(results) == answers
+    assert results[2].stats.num_cached_tokens > limit
+    assert deepest == limit - 1
+    assert limit - 3 <= longest < limit
+    assert not llm.engine.metrics.drafter_errors, llm.engine.metrics.last_drafter_error
+
+
+def test_a_head_without_a_limit_has_the_targets(tmp_path: Path) -> None:
+    tensors, config = heads.eagle()
+    path = heads.write(tensors, without_limit(config), tmp_path)
+    assert tiny.llm(f"eagle:model={path}").engine.drafter.needs.max_positions == 512
+
+
+def without_limit(config: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name != "max_position_embeddings"}
 
 
 def test_a_broken_head_costs_drafts_and_no_text() -> None:
