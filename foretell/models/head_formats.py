@@ -165,12 +165,17 @@ def rows_of(
     Args:
         ids: [Vd] the tokens of the rows; None: all, in order.
         wanted: [N] the tokens to keep; None: all that are there.
+
+    Raises:
+        ValueError: nothing would be left.
     """
     if wanted is None:
         return weight, ids
     place = torch.full((vocab_size,), -1)
     place[torch.arange(vocab_size) if ids is None else ids] = torch.arange(len(weight))
     wanted = wanted[place[wanted] >= 0]
+    if not len(wanted):
+        raise ValueError("draft_vocab lists none of the tokens that the head knows")
     return weight[place[wanted]], wanted
 
 
@@ -225,6 +230,10 @@ def _taps(settings: dict[str, Any], num_layers: int, path: Path) -> tuple[int, .
         return (-1,)
     inputs = [2, num_layers // 2, num_layers - 3]
     given = settings.get("eagle_aux_hidden_state_layer_ids") or inputs
+    if not isinstance(given, list) or not all(type(i) is int for i in given):
+        raise ValueError(
+            f"{path}: eagle_aux_hidden_state_layer_ids={given!r}: must be layer numbers"
+        )
     taps = tuple(given) if given[0] == 1 else tuple(i - 1 for i in given)
     if not all(0 <= tap < num_layers for tap in taps):
         raise ValueError(f"{path}: layers {given} of a target that has {num_layers}")
@@ -241,8 +250,9 @@ def _d2t(names: Checkpoint, settings: dict[str, Any], vocab_size: int) -> Tensor
     if "d2t" not in names and size == vocab_size:
         names.skip("t2d")
         return None
+    offsets = names.take_any("d2t", size)
     try:
-        ids = DraftVocab.from_offsets(names.take_any("d2t", size), vocab_size).ids
+        ids = DraftVocab.from_offsets(offsets, vocab_size).ids
     except ValueError as error:
         raise ValueError(f"d2t is not a table of offsets: {error}") from None
     assert ids is not None

@@ -137,8 +137,13 @@ def draft_ids(draft_vocab: str, path: Path, vocab_size: int) -> Tensor | None:
 def settings_of(path: Path) -> dict[str, Any]:
     """config.json in one layer: speculators nest the decoder's, others some of EAGLE-3's."""
     settings = read_json(path / "config.json")
-    nested = settings.get("transformer_layer_config") or {}
-    return {**nested, **(settings.get("eagle_config") or {}), **settings}
+    out: dict[str, Any] = {}
+    for name in ("transformer_layer_config", "eagle_config"):
+        nested = settings.get(name) or {}
+        if not isinstance(nested, dict):
+            raise ValueError(f"{path / 'config.json'}: {name} must be an object")
+        out |= nested
+    return out | settings
 
 
 def sizes(
@@ -153,7 +158,8 @@ def sizes(
     own.setdefault("max_position_embeddings", target.config.max_position_embeddings)
     if vocab != target.config.vocab_size:
         raise ValueError(
-            f"{path}: made for a vocabulary of {vocab}, the target's is {target.config.vocab_size}"
+            f"{path}: made for a vocabulary of {vocab!r}, "
+            f"the target's is {target.config.vocab_size}"
         )
     try:
         config = ModelConfig.from_hf(own | {"num_hidden_layers": num_layers})

@@ -264,5 +264,9 @@ def test_bad_vocabulary_files(listed: str, message: str, tmp_path: Path) -> None
     (tmp_path / "ids.json").write_text(listed)
     with pytest.raises(ValueError, match=message):
         fresh(f"{heads.scheme('eagle')},draft_vocab={tmp_path / 'ids.json'}")
+    head = heads.eagle3()[0]
+    (tmp_path / "ids.json").write_text(json.dumps((~head["t2d"]).nonzero()[:, 0].tolist()))
+    with pytest.raises(ValueError, match="none of the tokens that the head knows"):
+        fresh(f"{heads.scheme('eagle3')},draft_vocab={tmp_path / 'ids.json'}")
     with pytest.raises(ValueError, match=r"token_ranking\.json is missing"):
         fresh(f"{heads.scheme('eagle')},draft_vocab=20")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,32 @@ SCHEMES = [
     *(heads.scheme(kind) + CHAIN for kind in heads.LAYERED),
     *(heads.scheme(kind) + TREE for kind in ("eagle-norms", "eagle3", "mtp-deepseek")),
 ]
-short = pytest.mark.parametrize("scheme", SCHEMES, ids=[s.split("/")[-1] for s in SCHEMES])
 
 
-def plain(prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
-    return tiny.ids(tiny.llm(max_num_seqs=1, prefix_caching=False).generate(prompts, params))
+def named(text: str) -> str:
+    return text.split("/")[-1]
+
+
+short = pytest.mark.parametrize("scheme", SCHEMES, ids=named)
+
+
+def plain(
+    prompts: list[list[int]], params: SamplingParams, weights: str = "f32"
+) -> list[list[int]]:
+    alone = tiny.llm(None, weights, max_num_seqs=1, prefix_caching=False)
+    return tiny.ids(alone.generate(prompts, params))
+
+
+def moves(llm: LLM) -> list[tuple[int, int]]:
+    """From and to which logical cells accepted nodes are moved."""
+    out, move = list[tuple[int, int]](), llm.engine.runtime.move
+
+    def spy(slot: int, source: list[int], target: list[int]) -> None:
+        out.extend(zip(source, target, strict=True))
+        move(slot, source, target)
+
+    llm.engine.runtime.move = spy
+    return out
 
 
 def known(llm: LLM, texts: list[list[int]], right: float) -> None:
@@ -88,14 +110,20 @@ def watch(llm: LLM, clean: Clean) -> list[int]:
     return rounds
 
 
-@short
-def test_draft_kv_is_that_of_a_clean_rebuild(scheme: str) -> None:
-    """Through chunked prompts, prefix hits, preemption and acceptance of every length."""
+@pytest.mark.parametrize(
+    ("scheme", "weights"),
+    [*((s, "f32") for s in SCHEMES), *((s, "int8") for s in SCHEMES[1:])],
+    ids=named,
+)
+def test_draft_kv_is_that_of_a_clean_rebuild(scheme: str, weights: str) -> None:
+    """Through chunked prompts, prefix hits, preemption and acceptance of every length, with
+    accepted nodes of trees moved across page borders."""
     params = tiny.greedy(max_tokens=14)
     prompts = [*PROMPTS[:3], [*PROMPTS[2][:8], 9, 9], PROMPTS[2]]
-    answers = plain(prompts, params)
+    answers = plain(prompts, params, weights)
     texts = [[*p, *a] for p, a in zip(prompts, answers, strict=True)]
-    llm, clean = tiny.llm(scheme, max_num_seqs=3, max_num_batched_tokens=24), Clean(scheme)
+    llm = tiny.llm(scheme, weights, max_num_seqs=3, max_num_batched_tokens=24)
+    clean, across = Clean(scheme, weights), moves(llm)
     known(llm, texts, 0.6)
     known(clean.llm, texts, 0.6)
     rounds = watch(llm, clean)
@@ -114,11 +142,25 @@ def test_draft_kv_is_that_of_a_clean_rebuild(scheme: str) -> None:
     assert hits > 0
     assert accepted > 10
     assert llm.engine.scheduler.num_preemptions > 0
+    assert any(a // 4 != b // 4 for a, b in across) == scheme.endswith(TREE)
     assert not llm.engine.metrics.drafter_errors, llm.engine.metrics.last_drafter_error
 
 
-# A head with a reduced vocabulary cannot always be right.
-@pytest.mark.parametrize("scheme", [s for s in SCHEMES if not s.startswith("eagle3")])
+@cache
+def whole_vocabulary() -> str:
+    """An EAGLE-3 head that may propose every token: others cannot always be right."""
+    return f"eagle3:model={heads.write(*heads.eagle3(tiny.VOCAB))}"
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        *(s for s in SCHEMES if not s.startswith("eagle3")),
+        whole_vocabulary() + CHAIN,
+        whole_vocabulary() + TREE,
+    ],
+    ids=named,
+)
 def test_a_head_that_is_always_right_gives_depth_plus_one(scheme: str) -> None:
     params = tiny.greedy(max_tokens=33)
     answers = plain(PROMPTS, params)

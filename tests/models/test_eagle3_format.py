@@ -80,6 +80,12 @@ def test_a_head_for_another_width_is_refused(tmp_path: Path) -> None:
         read("eagle3", (tensors, config | {"target_hidden_size": 64}), tmp_path)
 
 
+@pytest.mark.parametrize("listed", ["abc", [None], [2, "1", 2], 5])
+def test_layers_that_are_no_numbers(listed: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="must be layer numbers"):
+        formats._taps({"eagle_aux_hidden_state_layer_ids": listed}, 36, tmp_path)
+
+
 def test_d2t_holds_offsets(tmp_path: Path) -> None:
     tensors, config = heads.eagle3()
     ids = tensors["t2d"].nonzero()[:, 0]
@@ -94,6 +100,8 @@ def test_d2t_holds_offsets(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="tensor d2t is missing"):
         read("eagle3", without((tensors, config), "d2t"), tmp_path)
     assert read("eagle3", without((tensors, config), "t2d"), tmp_path).vocab.ids is not None
+    with pytest.raises(ValueError, match=r"^[^:]*: tensor d2t has shape \[40\]"):
+        read("eagle3", (tensors, config | {"draft_vocab_size": 39}), tmp_path)
 
 
 def test_a_full_vocabulary_needs_no_map(tmp_path: Path) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from foretell.models.head_formats import load_eagle
 from tests import heads, tiny
@@ -154,3 +159,96 @@ def test_a_head_for_another_width_is_refused(tmp_path: Path) -> None:
     tensors, config = heads.eagle()
     with pytest.raises(ValueError, match="made for a target of hidden size 64, this one has 32"):
         read("eagle", (tensors, config | {"hidden_size": 64}), tmp_path)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("eagle_config", "x", "eagle_config must be an object"),
+        ("transformer_layer_config", [1], "transformer_layer_config must be an object"),
+        ("rope_scaling", "x", "rope_scaling='x': must be an object"),
+        ("rope_scaling", {"rope_type": "weird"}, "RoPE scaling 'weird' is not supported"),
+        ("hidden_size", "32", "hidden_size='32': a whole number"),
+        ("vocab_size", "64", "made for a vocabulary of '64', the target's is 64"),
+        ("num_attention_heads", 3, "3 heads cannot share 2 KV heads"),
+        ("max_position_embeddings", 0, "max_position_embeddings=0 must be at least 1"),
+        ("hidden_act", "gelu", "only silu is"),
+    ],
+)
+def test_odd_configs_are_refused_by_what_is_odd(
+    method: str, name: str, value: Any, says: str, tmp_path: Path
+) -> None:
+    tensors, config = heads.MAKERS[method]()
+    with pytest.raises(ValueError, match=says):
+        read(method, (tensors, config | {name: value}), tmp_path)
+
+
+@pytest.mark.parametrize("kind", heads.KINDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_any_float_dtype_loads(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors, config = heads.MAKERS[kind]()
+    other = {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
+    path = heads.write(other, config, tmp_path)
+    assert same_text(kind, path)
+
+
+@pytest.mark.parametrize("kind", heads.KINDS)
+def test_shards_and_what_is_wrong_with_files(kind: str, tmp_path: Path) -> None:
+    tensors, config = heads.MAKERS[kind]()
+    path, file = heads.write(tensors, config, tmp_path), tmp_path / "model.safetensors"
+    whole, index = file.read_bytes(), tmp_path / "model.safetensors.index.json"
+    big = max((n for n in tensors if n.endswith("proj.weight")), default="0.1.weight")
+    for wrong, says in [
+        (tensors[big] * torch.nan, "holds NaN or infinity"),
+        (tensors[big][:-1], "has shape"),
+        (tensors[big].int(), "is torch.int32"),
+    ]:
+        heads.write(tensors | {big: wrong}, config, tmp_path)
+        with pytest.raises(ValueError, match=rf"tensor {re.escape(big)} {says}"):
+            same_text(kind, path)
+    file.write_bytes(whole[:-100])
+    with pytest.raises(ValueError, match="not a complete safetensors file"):
+        same_text(kind, path)
+    file.unlink()
+    places: dict[str, str] = {}
+    for i in range(2):
+        part = sorted(tensors)[i::2]
+        save_file({n: tensors[n].contiguous() for n in part}, tmp_path / f"{i}.safetensors")
+        places |= dict.fromkeys(part, f"{i}.safetensors")
+    with pytest.raises(ValueError, match=r"no model\.safetensors\.index\.json"):
+        same_text(kind, path)
+    index.write_text(json.dumps({"weight_map": places}))
+    assert same_text(kind, path)
+    (tmp_path / "1.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"1\.safetensors: not a complete"):
+        same_text(kind, path)
+
+
+class Runs:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, (str(self.path),))
+
+
+def test_code_in_a_state_dict_is_never_run(tmp_path: Path) -> None:
+    tensors, config = heads.eagle()
+    heads.write({}, config, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({**tensors, "x": Runs(tmp_path / "ran")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="other Python objects, which are never loaded"):
+        load_eagle(tmp_path, target(), "f32")
+    assert not (tmp_path / "ran").exists()
+
+
+def same_text(kind: str, path: Path) -> bool:
+    """Does the tiny target say the same with that head as alone?"""
+    prompts, params = tiny.prompts(2), tiny.greedy(max_tokens=12)
+    llm = tiny.llm(f"{kind.split('-')[0]}:model={path},k=3")
+    assert not llm.engine.metrics.drafter_errors
+    alone = tiny.llm().generate(prompts, params)
+    return tiny.ids(llm.generate(prompts, params)) == tiny.ids(alone)
