@@ -54,9 +54,10 @@ def moves(llm: LLM) -> list[tuple[int, int]]:
     return out
 
 
-def known(llm: LLM, texts: list[list[int]], right: float) -> None:
-    """Makes the head's logits say what comes next in ``texts``, at that share of the places: the
-    passes themselves, and so KV and features, stay as they are."""
+def known(llm: LLM, texts: list[list[int]], right: float, second: float = 0.0) -> None:
+    """Makes the head's logits say what comes next in ``texts``, at that share of the places, and at
+    another share that it comes next but one: the passes themselves, and so KV and features, stay
+    as they are."""
     runtime, scheduler = llm.engine.runtime, llm.engine.scheduler
     inner = runtime.forward_head
 
@@ -70,8 +71,12 @@ def known(llm: LLM, texts: list[list[int]], right: float) -> None:
         for o, r in enumerate(rows.outputs):
             have, at = now[rows.slots[r]], rows.positions[r] + 2
             [whole] = [text for text in texts if text[: len(have)] == have][:1]
-            if at < len(whole) and whole[at] in column and random.Random(at).random() < right:
-                logits[o, column[whole[at]]] = logits[o].max() + 1e4
+            if at < len(whole) and (place := column.get(whole[at])) is not None:
+                luck, best = random.Random(at).random(), logits[o].max()
+                if luck < right:
+                    logits[o, place] = best + 1e4
+                elif luck < right + second:
+                    logits[o, place] = best - 1e-3
         return logits, following
 
     runtime.forward_head = forward_head
@@ -124,8 +129,8 @@ def test_draft_kv_is_that_of_a_clean_rebuild(scheme: str, weights: str) -> None:
     texts = [[*p, *a] for p, a in zip(prompts, answers, strict=True)]
     llm = tiny.llm(scheme, weights, max_num_seqs=3, max_num_batched_tokens=24)
     clean, across = Clean(scheme, weights), moves(llm)
-    known(llm, texts, 0.6)
-    known(clean.llm, texts, 0.6)
+    for engine in (llm, clean.llm):
+        known(engine, texts, 0.5, 0.3)
     rounds = watch(llm, clean)
     rng, hits, accepted = random.Random(0), 0, 0
     for _ in range(2):
