@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -174,6 +175,34 @@ def test_a_head_that_is_always_right_gives_depth_plus_one(scheme: str) -> None:
     results = llm.generate(PROMPTS, params)
     assert tiny.ids(results) == answers
     for result in results:  # one token from the prompt's pass, then 3 drafted and 1 more each
+        assert result.stats.tau == pytest.approx(33 / 9)
+
+
+def test_medusa_heads_that_are_always_right_give_depth_plus_one() -> None:
+    params = tiny.greedy(max_tokens=33)
+    answers = plain(PROMPTS, params)
+    whole = {tuple(p): [*p, *a] for p, a in zip(PROMPTS, answers, strict=True)}
+    llm = tiny.llm(f"{heads.scheme('medusa')},depth=3,topk=2,nodes=9")
+    drafter, inner, asked = llm.engine.drafter, llm.engine.drafter.propose, list[Sequence]()
+
+    def propose(ask: Ask) -> TokenTree:
+        asked[:] = ask.sequences
+        return inner(ask)
+
+    def right(ahead: int) -> Callable[[Tensor], Tensor]:
+        def head(features: Tensor) -> Tensor:
+            logits = torch.zeros(len(features), tiny.VOCAB)
+            for b, text in enumerate(asked):
+                rest = whole[tuple(text.tokens[: text.num_prompt])][len(text.tokens) + ahead :]
+                logits[b, rest[:1]] = 50.0
+            return logits
+
+        return head
+
+    drafter.propose, drafter.heads = propose, [right(i) for i in range(3)]
+    results = llm.generate(PROMPTS, params)
+    assert tiny.ids(results) == answers
+    for result in results:
         assert result.stats.tau == pytest.approx(33 / 9)
 
 
