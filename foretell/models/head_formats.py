@@ -21,7 +21,9 @@ from foretell.models.head_reader import (
     draft_ids,
     open_tensors,
     root_of,
+    rows_of,
     settings_of,
+    shared,
     sizes,
 )
 from foretell.models.linear import PackedEmbedding, make_linear
@@ -80,12 +82,12 @@ def load_eagle(
     layers = [reader.layer(root + first, config, norm=flag("norm_attn", restored))]
     for i in range(1, config.num_layers):
         layers.append(reader.layer(f"{root}layers.{i}.", config))
-    ids = draft_ids(draft_vocab, path, target.config.vocab_size)
+    ids = own_ids(names, settings, draft_vocab, path, target.config.vocab_size)
     head = Head(
         config=config,
         embedding=target.model.embedding,
         layers=layers,
-        lm_head=target.model.lm_head if ids is None else target.model.lm_head.rows(ids),
+        lm_head=shared(target, ids),
         rope=Rope(config),
         mix=reader.linear({root + fc: hidden}, 2 * hidden, bias=bias),
         norm_embed=norm(flag("norm_embed", restored or para), "embedding_layernorm"),
@@ -128,7 +130,7 @@ def load_eagle3(
     wanted = draft_ids(draft_vocab, path, vocab)
     if (own := "lm_head.weight") not in names:
         ids = ids if wanted is None else wanted
-        lm_head = target.model.lm_head if ids is None else target.model.lm_head.rows(ids)
+        lm_head = shared(target, ids)
     else:
         weight = take(own, vocab if ids is None else len(ids), hidden)
         weight, ids = rows_of(weight, ids, wanted, vocab)
@@ -157,26 +159,18 @@ def load_eagle3(
     return LoadedHead(head, taps, DraftVocab(vocab, ids), target.kv_dtype)
 
 
-def rows_of(
-    weight: Tensor, ids: Tensor | None, wanted: Tensor | None, vocab_size: int
-) -> tuple[Tensor, Tensor | None]:
-    """Those rows of an output projection [Vd, H] that are wanted and there, and their ids.
-
-    Args:
-        ids: [Vd] the tokens of the rows; None: all, in order.
-        wanted: [N] the tokens to keep; None: all that are there.
-
-    Raises:
-        ValueError: nothing would be left.
-    """
-    if wanted is None:
-        return weight, ids
-    place = torch.full((vocab_size,), -1)
-    place[torch.arange(vocab_size) if ids is None else ids] = torch.arange(len(weight))
-    wanted = wanted[place[wanted] >= 0]
-    if not len(wanted):
-        raise ValueError("draft_vocab lists none of the tokens that the head knows")
-    return weight[place[wanted]], wanted
+def own_ids(
+    names: Checkpoint,
+    settings: dict[str, Any],
+    draft_vocab: str,
+    path: Path,
+    vocab_size: int,
+    prefix: str = "",
+) -> Tensor | None:
+    """Tokens to propose: those that are asked for, else those the head was trained on (d2t)."""
+    own = _d2t(names, settings, vocab_size, prefix)
+    wanted = draft_ids(draft_vocab, path, vocab_size)
+    return own if wanted is None else wanted
 
 
 def _check_kind(settings: dict[str, Any], names: Checkpoint, method: str) -> None:
@@ -240,24 +234,26 @@ def _taps(settings: dict[str, Any], num_layers: int, path: Path) -> tuple[int, .
     return taps
 
 
-def _d2t(names: Checkpoint, settings: dict[str, Any], vocab_size: int) -> Tensor | None:
+def _d2t(
+    names: Checkpoint, settings: dict[str, Any], vocab_size: int, prefix: str = ""
+) -> Tensor | None:
     """Target ids of the draft vocabulary; ``d2t`` holds them less their own place.
 
     Raises:
         ValueError: d2t is missing, or it and t2d disagree.
     """
     size = settings.get("draft_vocab_size") or vocab_size
-    if "d2t" not in names and size == vocab_size:
-        names.skip("t2d")
+    if f"{prefix}d2t" not in names and size == vocab_size:
+        names.skip(f"{prefix}t2d")
         return None
-    offsets = names.take_any("d2t", size)
+    offsets = names.take_any(f"{prefix}d2t", size)
     try:
         ids = DraftVocab.from_offsets(offsets, vocab_size).ids
     except ValueError as error:
         raise ValueError(f"d2t is not a table of offsets: {error}") from None
     assert ids is not None
-    if "t2d" in names:
-        known = names.take_any("t2d", vocab_size).bool()
+    if f"{prefix}t2d" in names:
+        known = names.take_any(f"{prefix}t2d", vocab_size).bool()
         if not torch.equal(known.nonzero()[:, 0], ids.sort().values):
             raise ValueError("d2t and t2d name different tokens: is d2t a table of offsets?")
     return ids

@@ -180,3 +180,30 @@ def count_layers(names: Checkpoint, root: str) -> int:
     pattern = re.compile(re.escape(root) + r"layers\.(\d+)\.")
     found = {int(match[1]) for name in names if (match := pattern.match(name))}
     return max(found | {0}) + 1
+
+
+def rows_of(
+    weight: Tensor, ids: Tensor | None, wanted: Tensor | None, vocab_size: int
+) -> tuple[Tensor, Tensor | None]:
+    """Those rows of an output projection [Vd, H] that are wanted and there, and their ids.
+
+    Args:
+        ids: [Vd] the tokens of the rows; None: all, in order.
+        wanted: [N] the tokens to keep; None: all that are there.
+
+    Raises:
+        ValueError: nothing would be left.
+    """
+    if wanted is None:
+        return weight, ids
+    place = torch.full((vocab_size,), -1)
+    place[torch.arange(vocab_size) if ids is None else ids] = torch.arange(len(weight))
+    wanted = wanted[place[wanted] >= 0]
+    if not len(wanted):
+        raise ValueError("draft_vocab lists none of the tokens that the head knows")
+    return weight[place[wanted]], wanted
+
+
+def shared(target: LoadedModel, ids: Tensor | None) -> Linear:
+    """The target's output projection, or those rows of it."""
+    return target.model.lm_head if ids is None else target.model.lm_head.rows(ids)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from foretell.sequence import Sequence
 from foretell.spec.options import read_options
+from foretell.spec.training import Loss, Rule, TrainingBatch
 from foretell.spec.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -202,6 +203,8 @@ class Drafter:
 
     needs: Needs = Needs()
     options: Any
+    rule: Rule = Rule()
+    """How its heads are trained where nothing else is said."""
 
     def __init__(self, config: SpeculationConfig, runtime: DraftRuntime) -> None:
         self.config = config
@@ -221,3 +224,12 @@ class Drafter:
 
     def forget(self, slots: list[int]) -> None:
         """Sequences left these slots (finished, aborted, preempted): drop what is kept of them."""
+
+    @staticmethod
+    def loss(head: Any, batch: TrainingBatch, rule: Rule) -> Loss:
+        """How far off a trainable head is over a batch: for schemes that have heads to train.
+
+        Args:
+            head: a `models.trainable` head of this scheme.
+        """
+        raise NotImplementedError

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foretell.models.head_formats import LoadedHead, load_eagle, load_eagle3
-from foretell.models.mtp_format import load_mtp
+from foretell.models.mtp_formats import load_mtp
 from tests import heads, tiny
 
 LOADERS = {"eagle": load_eagle, "eagle3": load_eagle3, "mtp": load_mtp}

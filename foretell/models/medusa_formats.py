@@ -1,16 +1,16 @@
-"""Medusa heads: the authors' state dicts, the same in merged checkpoints, and vLLM's form."""
+"""Medusa heads as others publish them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from foretell.config import Weights
 from foretell.models.checkpoint import Part
 from foretell.models.head import MedusaHead
-from foretell.models.head_formats import rows_of
-from foretell.models.head_reader import Reader, draft_ids, open_tensors
+from foretell.models.head_reader import Reader, draft_ids, open_tensors, rows_of, shared
 from foretell.models.linear import Linear, make_linear
 from foretell.models.loader import LoadedModel
 from foretell.spec.draft_vocab import DraftVocab
@@ -50,15 +50,20 @@ def load_medusa(
             blocks.append(reader.linear({own: hidden}, hidden, bias=biased))
             depth += 1
         out = f"{merged}lm_heads.{i}.weight" if vllm else f"{merged}{i}.{depth}.weight"
-        if vllm and out not in names and ids is None:  # all share the target's
-            lm_head = target.model.lm_head if wanted is None else target.model.lm_head.rows(wanted)
+        if vllm and out not in names:  # all share the target's
+            lm_head = shared(target, _both(ids, wanted))
         else:
             lm_head = make_linear(weights, rows_of(take(out, known, hidden), ids, wanted, vocab)[0])
         heads.append(MedusaHead(blocks=blocks, lm_head=lm_head))
     if not heads:
         raise ValueError(f"{path}: no Medusa head here, tensor {block.format(0, 0)}.weight")
-    if wanted is not None:
-        ids = wanted if ids is None else wanted[torch.isin(wanted, ids)]
     names.skip(f"{merged}lm_head.weight")
     names.finish()
-    return heads, DraftVocab(vocab, ids)
+    return heads, DraftVocab(vocab, _both(ids, wanted))
+
+
+def _both(ids: Tensor | None, wanted: Tensor | None) -> Tensor | None:
+    """Those of ``wanted`` that the head speaks about; None is all."""
+    if ids is None or wanted is None:
+        return ids if wanted is None else wanted
+    return wanted[torch.isin(wanted, ids)]

@@ -12,8 +12,8 @@ from foretell.config import Weights
 from foretell.models.checkpoint import Checkpoint, Part, Source
 from foretell.models.config import ModelConfig
 from foretell.models.head import Head
-from foretell.models.head_formats import LoadedHead
-from foretell.models.head_reader import Reader, draft_ids, open_tensors
+from foretell.models.head_formats import LoadedHead, own_ids
+from foretell.models.head_reader import Reader, open_tensors, shared
 from foretell.models.linear import make_linear
 from foretell.models.loader import LoadedModel
 from foretell.models.rope import Rope
@@ -55,12 +55,14 @@ def load_mtp(
         weight = torch.cat([weight[:, hidden:], weight[:, :hidden]], dim=1)
     for copied in ("embed_tokens.weight", "shared_head.head.weight"):  # copies of the target's
         names.skip(prefix + copied)
-    ids = draft_ids(draft_vocab, path, vocab)
+    table = f"{prefix}d2t"  # ours: the others speak about every token
+    own = {"draft_vocab_size": names.shape(table)[0]} if table in names else {}
+    ids = own_ids(names, own, draft_vocab, path, vocab, prefix)
     head = Head(
         config=config,
         embedding=target.model.embedding,
         layers=[reader.layer(block, config)],
-        lm_head=target.model.lm_head if ids is None else target.model.lm_head.rows(ids),
+        lm_head=shared(target, ids),
         rope=Rope(config),
         mix=make_linear(weights, weight),
         norm_embed=reader.norm(prefix + embed, hidden),

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from foretell.models.loader import load
-from foretell.models.mtp_format import load_mtp
+from foretell.models.mtp_formats import load_mtp
 from tests import heads, tiny
 from tests.models.reading import read, some, target, x
 

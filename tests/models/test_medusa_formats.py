@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from foretell.models.hub import resolve
-from foretell.models.medusa_format import load_medusa
+from foretell.models.medusa_formats import load_medusa
 from tests import heads
 from tests.models.reading import target, x
 
