@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from foretell.models.config import ModelConfig
 from foretell.models.frozen import FrozenTarget
 from foretell.models.head import Head
-from foretell.models.head_formats import load_eagle, load_eagle3, load_mtp
+from foretell.models.head_formats import load_eagle, load_eagle3
 from foretell.models.linear import PackedLinear
 from foretell.models.loader import LoadedModel
 from foretell.models.medusa_formats import load_medusa
+from foretell.models.mtp_formats import load_mtp
 from foretell.models.quant import unpack
 from foretell.models.trainable import Block, TrainableHead, TrainableMedusa
 
