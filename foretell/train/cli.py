@@ -9,6 +9,7 @@ import typer
 
 from foretell.config import EngineConfig
 from foretell.flags import from_fields
+from foretell.train.cli_evaluate import evaluate, export, report
 from foretell.train.cli_fit import fit
 from foretell.train.config import FeaturesConfig, PrepareConfig, RegenerateConfig
 
@@ -105,3 +106,6 @@ def vocabulary_command(
 
 
 app.command("fit")(fit)
+app.command("evaluate")(evaluate)
+app.command("export")(export)
+app.command("report")(report)
