@@ -183,8 +183,10 @@ def test_what_the_grammar_forces_is_drafted_for_free(scheme, monkeypatch):
 def test_forced_tokens_stay_within_the_limits(room):
     own = params('start: "ABCDEFGHIJKL" /[xyz]+/', max_tokens=room, temperature=0)
     (expected,) = rig.llm().generate("x", own, speculate=False)
-    (got,) = rig.llm().generate("x", own)
+    engine = rig.llm()
+    (got,) = engine.generate("x", own)
     assert (got.text, got.finish_reason) == (expected.text, "length")
+    assert engine.engine.metrics.num_rows <= room, "drafts that could never come out"
     near = rig.llm(max_model_len=1 + room).generate("x", params(own.grammar, max_tokens=None))
     assert near[0].text == expected.text
     other = rig.llm(rig.LOOKUP, max_num_batched_tokens=16, max_num_seqs=4)
