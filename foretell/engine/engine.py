@@ -16,7 +16,7 @@ from foretell.engine.metrics import Metrics
 from foretell.engine.rows import Span, lay_out
 from foretell.engine.scheduler import Item, Scheduler
 from foretell.runtime.runner import Runtime
-from foretell.sequence import FinishReason, SamplingParams, Sequence
+from foretell.sequence import FinishReason, SamplingParams, Sequence, Step
 from foretell.spec.budget import Limit, limit
 from foretell.spec.drafter import Ask, Commit, Drafter
 from foretell.spec.forced import MOST_FORCED, with_forced
@@ -234,7 +234,10 @@ class Engine:
                 [root + node for node, _ in moved],
                 [root + at for _, at in moved],
             )
-        self.metrics.count(sequence, depths(parents), min(count, len(outcome.path)), count)
+        accepted = min(count, len(outcome.path))
+        if sequence.trace is not None:
+            sequence.trace.append(Step(tokens, parents, outcome.path[:accepted]))
+        self.metrics.count(sequence, depths(parents), accepted, count)
 
     def _end(self, sequence: Sequence, token: int, ends: tuple[int, ...]) -> FinishReason | None:
         if token in ends:  # its text is not part of the answer

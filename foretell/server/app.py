@@ -113,6 +113,7 @@ class Service:
             raise refusal from None
         for sequence in made:
             sequence.k, sequence.prediction = request.speculation.k, prediction
+            sequence.trace = [] if request.speculation.trace else None
         return made
 
     def _check_speculation(self, request: Asked) -> None:
@@ -153,7 +154,7 @@ class Service:
             flight,
             Shape(chat, name, self.name),
             num_prompts=num_prompts,
-            report=request.speculation.report,
+            report=request.speculation.told,
             calls=calls,
             notes=http.state.notes,
         )
