@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -41,9 +41,10 @@ from foretell.server.protocol import (
 from foretell.server.reply import Shape
 from foretell.server.tools import Calls
 
-PAGE = Path(__file__).with_name("page.html")
+PAGE = Path(__file__).with_name("page")
+PAGE_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 PAGE_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
@@ -294,10 +295,20 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
         """For Prometheus."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
+    parts = {path.name: path for path in PAGE.iterdir()}
+
     @app.get("/", include_in_schema=False)
-    async def page() -> HTMLResponse:
-        headers = {"Content-Security-Policy": PAGE_POLICY, "X-Content-Type-Options": "nosniff"}
-        return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers=headers)
+    @app.get("/page/{name}", include_in_schema=False)
+    async def page(name: str = "index.html") -> Response:
+        if name not in parts:
+            raise ApiError(404, f"the page has no part {name!r}", code="not_found")
+        headers = {
+            "Content-Security-Policy": PAGE_POLICY,
+            "X-Content-Type-Options": "nosniff",
+            "Cache-Control": "no-cache",
+        }
+        kind = PAGE_TYPES[parts[name].suffix]
+        return Response(parts[name].read_bytes(), headers=headers, media_type=kind)
 
     return app
 

@@ -19,7 +19,7 @@ from foretell.server.metrics import ServerMetrics
 
 log = logging.getLogger("foretell.server.requests")
 OPEN = {"/", "/health", "/openapi.json"}
-"""Paths that need no key: they tell nothing of what is asked."""
+"""Paths that need no key, beside the page's parts: they tell nothing of what is asked."""
 _METHODS = {"GET", "POST", "OPTIONS", "HEAD"}
 _ID = re.compile(r"[\w.:-]{1,64}")
 
@@ -85,7 +85,9 @@ class Guard:
 
     def _refuse(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
         preflight = scope["method"] == "OPTIONS"  # carries no key by its nature, and does nothing
-        if self.key is not None and scope["path"] not in OPEN and not preflight:
+        path = scope["path"]
+        free = path in OPEN or path.startswith("/page/") or preflight
+        if self.key is not None and not free:
             given = headers.get(b"authorization", b"")
             if not hmac.compare_digest(given, self.key):
                 message = "send the server's key as Authorization: Bearer KEY"

@@ -127,12 +127,17 @@ class Report:
             "from_draft": delta.from_draft,
         }
         if self.traced:
-            found["trees"] = [self._tree(step) for step in delta.steps]
+            found["trees"], rest = [], delta.token_ids
+            for step in delta.steps:
+                rest = rest[len(step.accepted) :]
+                own, rest = rest[:1], rest[1:]
+                found["trees"].append(self._tree(step, own))
         return found
 
-    def _tree(self, step: Step) -> dict[str, Any]:
+    def _tree(self, step: Step, own: list[int]) -> dict[str, Any]:
         texts = [self.tokenizer.decode([token], skip_special=False) for token in step.tokens]
-        return {"texts": texts, "parents": step.parents, "accepted": step.accepted}
+        said = self.tokenizer.decode(own, skip_special=False) if own else None
+        return {"texts": texts, "parents": step.parents, "accepted": step.accepted, "own": said}
 
 
 class Shape:
