@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.server import rig
+from tests.server.test_operations import slow
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 playwright = pytest.importorskip("playwright.sync_api")
@@ -151,11 +152,12 @@ def test_the_keyboard_is_enough(page, server):
 def test_an_answer_may_be_stopped_and_a_chat_begun_anew(page, server):
     expect = playwright.expect
     page.goto(server.url)
-    ask(page, TEXT, tokens=100_000)
-    expect(page.locator("#send")).to_have_text("Stop")
-    expect(page.locator(".step").first).to_be_attached()
-    page.keyboard.press("Escape")
-    expect(page.locator(".error")).to_contain_text("stopped")
+    with slow(server):
+        ask(page, TEXT, tokens=400)
+        expect(page.locator("#send")).to_have_text("Stop")
+        expect(page.locator(".step").first).to_be_attached()
+        page.keyboard.press("Escape")
+        expect(page.locator(".error")).to_contain_text("stopped")
     expect(page.locator("#send")).to_have_text("Send")
     page.click("#clear")
     expect(page.locator(".turn")).to_have_count(0)
