@@ -238,8 +238,13 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
             allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    max_body = int(parse_memory(config.max_body))
-    app.add_middleware(Guard, api_key=config.api_key, max_body=max_body, metrics=service.metrics)
+    app.add_middleware(
+        Guard,
+        api_key=config.api_key,
+        max_body=int(parse_memory(config.max_body)),
+        host=config.host,
+        metrics=service.metrics,
+    )
 
     @app.post("/v1/chat/completions")
     async def chat_completions(http: Request, request: ChatRequest) -> Response:

@@ -9,6 +9,7 @@ import re
 import secrets
 import sys
 import time
+from ipaddress import ip_address
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -24,18 +25,29 @@ _METHODS = {"GET", "POST", "OPTIONS", "HEAD"}
 _ID = re.compile(r"[\w.:-]{1,64}")
 
 
+def _is_local(host: str) -> bool:
+    """Is it a name or an address of this machine itself?"""
+    try:
+        return host == "localhost" or ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
 class Guard:
     """ASGI middleware, the outermost one.
 
     Args:
         api_key: None lets everybody in.
         max_body: bytes.
+        host: that the server listens on. Without a key and on this machine alone, requests must
+            name this machine too: a web page whose name was made to point here is turned away.
     """
 
     def __init__(
-        self, app: ASGIApp, api_key: str | None, max_body: int, metrics: ServerMetrics
+        self, app: ASGIApp, api_key: str | None, max_body: int, host: str, metrics: ServerMetrics
     ) -> None:
         self.app = app
+        self.only_local = api_key is None and _is_local(host)
         self.key = None if api_key is None else f"Bearer {api_key}".encode()
         self.max_body = max_body
         self.metrics = metrics
@@ -92,6 +104,10 @@ class Guard:
             if not hmac.compare_digest(given, self.key):
                 message = "send the server's key as Authorization: Bearer KEY"
                 return ApiError(401, message, code="invalid_api_key")
+        named = headers.get(b"host", b"").decode("latin-1")
+        if self.only_local and not _is_local(re.sub(r":\d*$", "", named)):
+            message = f"this server answers to localhost only, not to {named!r}; with --api-key it "
+            return ApiError(403, message + "answers to every name", code="unknown_host")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self.max_body:
             return ApiError(413, self._too_large, code="body_too_large")
