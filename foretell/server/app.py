@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -19,6 +19,7 @@ import foretell
 from foretell.config import ServerConfig, parse_memory
 from foretell.llm import LLM
 from foretell.sequence import SamplingParams, Sequence
+from foretell.server import schema
 from foretell.server.answers import Answering, EventStream
 from foretell.server.bridge import Bridge
 from foretell.server.errors import (
@@ -227,6 +228,7 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
+        responses=schema.ERRORS,
     )
     app.state.service = service
     _add_errors(app)
@@ -246,28 +248,28 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
         metrics=service.metrics,
     )
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", **schema.answers(schema.ChatCompletion, schema.EVENTS))
     async def chat_completions(http: Request, request: ChatRequest) -> Response:
         """Answers a conversation."""
         return await service.answer(http, request)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", **schema.answers(schema.Completion, schema.EVENTS))
     async def completions(http: Request, request: CompletionRequest) -> Response:
         """Goes on from a text, or from each of several."""
         return await service.answer(http, request)
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", **schema.answers(schema.Models))
     async def models() -> dict[str, Any]:
         """The one model that is served."""
         return {"object": "list", "data": [service.model()]}
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", **schema.answers(schema.Model))
     async def one_model(name: str) -> dict[str, Any]:
         """The one model that is served."""
         service.check_model(name)
         return service.model()
 
-    @app.post("/tokenize")
+    @app.post("/tokenize", **schema.answers(schema.Tokens))
     async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
         """Token ids of a text or of a conversation."""
         service.check_model(request.model)
@@ -279,7 +281,7 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
         length = llm.engine.runtime.max_model_len
         return {"tokens": ids, "count": len(ids), "max_model_len": length}
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", **schema.answers(schema.Text))
     async def detokenize(request: DetokenizeRequest) -> dict[str, Any]:
         """Text of token ids, special ones included."""
         service.check_model(request.model)
@@ -290,12 +292,12 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
                 raise bad_request(message, "tokens")
         return {"prompt": service.tokenizer.decode(request.tokens, skip_special=False)}
 
-    @app.get("/health")
+    @app.get("/health", responses={code: {"model": schema.Health} for code in (200, 503)})
     async def health() -> JSONResponse:
         """200 while requests are taken, else 503."""
         return JSONResponse(service.health(), 503 if service.bridge.stopped else 200)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """For Prometheus."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")

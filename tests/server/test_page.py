@@ -118,7 +118,9 @@ def test_a_step_shows_its_tree(page, server):
     expect(page.locator(".tree p")).to_have_text(
         re.compile(r"Step \d+: \d+ guessed, [1-9]\d* accepted")
     )
-    guessed, accepted = map(int, re.findall(r"(\d+) (?:guessed|accepted)", page.inner_text(".tree")))
+    guessed, accepted = map(
+        int, re.findall(r"(\d+) (?:guessed|accepted)", page.inner_text(".tree"))
+    )
     assert page.locator(".node.accepted").count() == accepted
     assert page.locator(".node.rejected").count() == guessed - accepted > 0
     assert page.locator(".node.root").count() == page.locator(".node.own").count() == 1
