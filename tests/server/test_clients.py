@@ -23,7 +23,7 @@ _HERMES = '\n<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.fu
 TEMPLATES = {
     "hermes": "{% for t in tools or [] %}<tools>{{ t.function.name }}</tools>{% endfor %}"
     + _TURNS.replace("CALL", _HERMES),
-    "smollm2": "{% if tools %}<tool_call>[{...}]</tool_call> {{ tools[0].function.name }}{% endif %}"
+    "smollm2": "{% if tools %}<tool_call>[{...}]</tool_call>{{ tools[0].function.name }}{% endif %}"
     + _TURNS.replace("CALL", "{{ c.function | tojson }}"),
     "llama3": "{% if tools %}ipython; answer with name and parameters{% endif %}"
     + _TURNS.replace("CALL", '{"name": "x", "parameters": {{ c.function.arguments | tojson }}}'),
