@@ -14,7 +14,7 @@ from torch import Tensor
 from foretell.config import SpeculationConfig, weight_format
 from foretell.drafters.eagle import HeadOptions
 from foretell.models.medusa_formats import load_medusa
-from foretell.models.trainable import TrainableMedusa
+from foretell.models.trainable_medusa import TrainableMedusa
 from foretell.sequence import Sequence
 from foretell.spec.drafter import Ask, Commit, Drafter, DraftRuntime, Needs
 from foretell.spec.grow_tree import Frontier, grow_tree

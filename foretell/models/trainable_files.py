@@ -18,7 +18,8 @@ from foretell.models.loader import LoadedModel
 from foretell.models.medusa_formats import load_medusa
 from foretell.models.mtp_formats import load_mtp
 from foretell.models.quant import unpack
-from foretell.models.trainable import Block, TrainableHead, TrainableMedusa
+from foretell.models.trainable import Block, TrainableHead
+from foretell.models.trainable_medusa import TrainableMedusa
 
 Trainable = TrainableHead | TrainableMedusa
 METHODS = ("eagle", "eagle3", "mtp", "medusa")
