@@ -193,6 +193,24 @@ def demo(
         raise typer.Exit(1)
 
 
+@app.command(
+    add_help_option=False,
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    },
+)
+def train(context: typer.Context) -> None:
+    """Train a head for a model of your own, in stages."""
+    from foretell.train.cli import app as stages
+
+    status = typer.main.get_command(stages).main(
+        args=context.args or ["--help"], prog_name="foretell train", standalone_mode=False
+    )
+    raise typer.Exit(int(status or 0))
+
+
 # ---- helpers
 
 

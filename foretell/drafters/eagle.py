@@ -22,9 +22,12 @@ from torch import Tensor
 from foretell.config import SpeculationConfig, Weights, weight_format
 from foretell.models.head_formats import LoadedHead, load_eagle
 from foretell.models.hub import resolve
+from foretell.models.trainable import TrainableHead
 from foretell.sequence import Sequence
 from foretell.spec.drafter import Ask, Commit, Drafter, DraftRuntime, KVGroup, Needs, run_rows
 from foretell.spec.grow_tree import Frontier, frontier_rows, grow_tree
+from foretell.spec.losses import judge
+from foretell.spec.training import Loss, Rule, TrainingBatch
 from foretell.spec.tree import TokenTree, roots
 from foretell.spec.tree_shape import TreeOptions
 
@@ -70,6 +73,7 @@ class Eagle(Drafter):
 
     Options = HeadOptions
     options: HeadOptions
+    rule = Rule(steps=3, decay=0.8, regression=0.1)
 
     def __init__(self, config: SpeculationConfig, runtime: DraftRuntime) -> None:
         super().__init__(config, runtime)
@@ -86,7 +90,9 @@ class Eagle(Drafter):
             ),
             lookahead=1,
             nodes=self.shape.num_nodes,
+            max_positions=sizes.max_position_embeddings,
         )
+        self._limit = sizes.max_position_embeddings
         self._slots: dict[int, _Slot] = {}
         size, device = runtime.max_num_seqs, runtime.device
         width = runtime.vocab_size if self.vocab.ids is None else len(self.vocab.ids)
@@ -98,7 +104,10 @@ class Eagle(Drafter):
         return load_eagle(path, self.runtime.target, weights, self.options.draft_vocab)
 
     def observe(self, commit: Commit) -> None:
-        """Runs every pair that became final, all sequences at once."""
+        """Runs every pair that became final, all sequences at once; none past the head's limit."""
+        commit = commit.before(self._limit)
+        if not commit.sequences:
+            return
         assert commit.features is not None
         ready: list[int] = []
         for sequence, start, tokens in zip(
@@ -143,6 +152,12 @@ class Eagle(Drafter):
     def forget(self, slots: list[int]) -> None:
         for slot in slots:
             self._slots.pop(slot, None)
+
+    @staticmethod
+    def loss(head: TrainableHead, batch: TrainingBatch, rule: Rule) -> Loss:
+        """The target's law and its next feature, at every step of a draft: the paper's loss, and
+        unrolled as HASS (2408.15766) does, since the head drafts on its own features."""
+        return judge(head.unroll(batch, rule.steps), rule, rule.steps)
 
     def _ready(self, sequence: Sequence) -> bool:
         """Is what was carried over behind this sequence's root?"""

@@ -56,6 +56,8 @@ class Metrics:
 
     num_steps: int = 0
     num_rows: int = 0
+    num_passes: int = 0
+    """As in `Stats`: a pass counts once for each sequence in it."""
     drafted: int = 0
     accepted: int = 0
     emitted: int = 0
@@ -126,6 +128,7 @@ class Metrics:
             stats.first_token = stats.first_token or now
             stats.last_token = now
         stats.token_times.extend([now] * emitted)
+        self.num_passes += 1
         self.drafted += len(checked)
         self.accepted += accepted
         self.emitted += emitted
