@@ -166,7 +166,7 @@ def _tests(part: Part) -> str:
     tests = [detail for detail in part.details if "p" in detail]
     if not tests:
         return ""
-    names = ("rule", "setting", "prompt", "answers", "drafted", "texts", "p")
+    names = ("test", "setting", "answers", "drafted", "texts", "p")
     head = "".join(f"<th>{name}</th>" for name in names)
     rows = "".join(
         "<tr>"

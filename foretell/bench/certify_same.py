@@ -11,7 +11,7 @@ from typing import Any
 from foretell.answer import Result
 from foretell.bench.certify_part import Part, Progress, Request, Rig, check_drafter, guarded
 from foretell.bench.rehearsed import METHOD as REHEARSED
-from foretell.bench.rehearsed import Rehearsed
+from foretell.bench.rehearsed import rehearse
 from foretell.bench.run import PLAIN, SAME_TEXT, first_difference
 from foretell.llm import LLM
 from foretell.sequence import FinishReason, Logprob, SamplingParams
@@ -129,14 +129,10 @@ def same_text(
 
 def rehearsed(rig: Rig, answers: list[tuple[Request, Result]]) -> LLM:
     """An engine whose drafter knows the answers."""
-    llm = rig.make(f"{REHEARSED},k=12", rig.config.batch)
-    drafter = llm.engine.drafter
-    assert isinstance(drafter, Rehearsed)
-    drafter.answers = {
-        (tuple(request.ids), request.params.seed or 0): result.token_ids
-        for request, result in answers
+    known: dict[tuple[tuple[int, ...], int | None], list[int]] = {
+        (tuple(request.ids), request.params.seed): result.token_ids for request, result in answers
     }
-    return llm
+    return rehearse(rig.make(REHEARSED, rig.config.batch), known)
 
 
 def num_ways(rig: Rig) -> int:

@@ -113,14 +113,16 @@ def _under_way(llm: LLM, asked: list[Request], least: int) -> list[Sequence]:
 
 def _compare(part: Part, llm: LLM, clean: LLM, request: Request, sequence: Sequence) -> None:
     """Every cell that is final, of every layer."""
-    count = sequence.num_computed
-    assert count < len(sequence.tokens)
+    assert sequence.num_computed < len(sequence.tokens)
     # With room for more than its first token, or it would have ended and let its pages go.
     again = replace(request, ids=list(sequence.tokens), params=SamplingParams(max_tokens=8))
     (copy,) = _under_way(clean, [again], 1)
     for group in _layers(llm):
-        if group != "target" and not sequence.speculate:
-            continue
+        count = sequence.num_computed
+        if group == "draft" and llm.engine.drafter:
+            count = min(count, llm.engine.drafter.needs.max_positions or count)
+            if not sequence.speculate:  # the drafter failed and no longer watches
+                continue
         mine, theirs = _cells(llm, group, sequence, count), _cells(clean, group, copy, count)
         part.count(f"{group} cells", count)
         if not torch.equal(mine, theirs):

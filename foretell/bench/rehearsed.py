@@ -5,21 +5,22 @@ from __future__ import annotations
 
 import random
 
+from foretell.llm import LLM
 from foretell.sequence import Sequence
 from foretell.spec.drafter import Ask, Drafter
 from foretell.spec.tree import TokenTree, from_lists
 
-METHOD = f"{__name__}:Rehearsed"
+METHOD = f"{__name__}:Rehearsed,k=12"
 
 
 class Rehearsed(Drafter):
     """Trees that hold the right path for a random number of tokens, with wrong siblings around.
 
-    ``answers`` holds plain decoding's tokens by prompt and seed; whoever is not in it gets wrong
-    tokens only.
+    ``answers`` holds plain decoding's tokens by prompt and seed, or by prompt and None for every
+    other seed; whoever is not in it gets random tokens only.
     """
 
-    answers: dict[tuple[tuple[int, ...], int], list[int]]
+    answers: dict[tuple[tuple[int, ...], int | None], list[int]]
 
     def propose(self, ask: Ask) -> TokenTree:
         tokens: list[list[int]] = []
@@ -33,7 +34,8 @@ class Rehearsed(Drafter):
     def _tree(self, sequence: Sequence, budget: int, depth: int) -> tuple[list[int], list[int]]:
         tokens, parents = [sequence.tokens[-1]], [-1]
         rng = random.Random(f"{sequence.seed} {len(sequence.tokens)}")
-        known = self.answers.get((tuple(sequence.tokens[: sequence.num_prompt]), sequence.seed), [])
+        prompt = tuple(sequence.tokens[: sequence.num_prompt])
+        known = self.answers.get((prompt, sequence.seed)) or self.answers.get((prompt, None), [])
         right = known[sequence.num_output :][: rng.randint(0, depth)]
         node = 0  # the end of the right path so far
         for place in range(budget):
@@ -50,3 +52,11 @@ class Rehearsed(Drafter):
                 tokens.append(wrong)
                 parents.append(parent)
         return tokens, parents
+
+
+def rehearse(llm: LLM, answers: dict[tuple[tuple[int, ...], int | None], list[int]]) -> LLM:
+    """Tells the drafter of an engine made with `METHOD` what it knows."""
+    drafter = llm.engine.drafter
+    assert isinstance(drafter, Rehearsed)
+    drafter.answers = answers
+    return llm
