@@ -16,7 +16,10 @@ from foretell.bench.run import PLAIN, SAME_TEXT, first_difference
 from foretell.llm import LLM
 from foretell.sequence import FinishReason, Logprob, SamplingParams
 
-JSON = '{"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}'
+JSON = (
+    '{"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, '
+    '"required": ["a", "b"]}'
+)
 Answers = list[Result]
 
 

@@ -102,7 +102,7 @@ def certify(
         typer.Option(metavar="FILE", help="Write the certificate, one page of HTML."),
     ] = None,
 ) -> None:
-    """Prove that speculation changes nothing, on this model, draft and prompts."""
+    """Prove that speculation changes nothing: on your model and prompts."""
     get_model(engine.model)
     from foretell.bench.certify import certify as prove
 
