@@ -185,6 +185,7 @@ class TrainableHead(nn.Module):
     ) -> None:
         super().__init__()
         self.method, self.sizes, self.taps = method, config, taps
+        self.target = target.config.sizes
         hidden, width = config.hidden_size, target.config.hidden_size
         embed, feature, attention, out = norms
         self.fuse = nn.Linear(len(taps) * width, hidden, bias=False) if not mix else None
