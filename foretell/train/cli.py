@@ -62,7 +62,6 @@ def regenerate_command(engine: EngineConfig, config: RegenerateConfig, run: Run)
     EngineConfig,
     FeaturesConfig,
     without=("speculation", "prefix_caching", "max_model_len"),
-    max_num_seqs=64,
     max_num_batched_tokens=1024,
 )
 def features_command(engine: EngineConfig, config: FeaturesConfig, run: Run) -> None:
