@@ -90,7 +90,9 @@ class Eagle(Drafter):
             ),
             lookahead=1,
             nodes=self.shape.num_nodes,
+            max_positions=sizes.max_position_embeddings,
         )
+        self._limit = sizes.max_position_embeddings
         self._slots: dict[int, _Slot] = {}
         size, device = runtime.max_num_seqs, runtime.device
         width = runtime.vocab_size if self.vocab.ids is None else len(self.vocab.ids)
@@ -102,7 +104,10 @@ class Eagle(Drafter):
         return load_eagle(path, self.runtime.target, weights, self.options.draft_vocab)
 
     def observe(self, commit: Commit) -> None:
-        """Runs every pair that became final, all sequences at once."""
+        """Runs every pair that became final, all sequences at once; none past the head's limit."""
+        commit = commit.before(self._limit)
+        if not commit.sequences:
+            return
         assert commit.features is not None
         ready: list[int] = []
         for sequence, start, tokens in zip(

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from foretell.config import Weights
 from foretell.drafters.eagle import Eagle, HeadOptions
-from foretell.models.head_formats import LoadedHead, load_mtp
+from foretell.models.head_formats import LoadedHead
+from foretell.models.mtp_formats import load_mtp
 from foretell.spec.training import Rule
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -139,6 +140,23 @@ class Commit:
     @property
     def slots(self) -> list[int]:
         return [sequence.slot for sequence in self.sequences]
+
+    def before(self, limit: int) -> Commit:
+        """Its rows at positions below ``limit``, sequences without any left out."""
+        counts = [len(tokens) - 1 for tokens in self.tokens]
+        kept = [min(n, limit - at) for n, at in zip(counts, self.starts, strict=True)]
+        if kept == counts:
+            return self
+        places = [b for b, count in enumerate(kept) if count > 0]
+        rows: list[int] = []
+        for first, count in zip(accumulate(counts, initial=0), kept, strict=False):
+            rows.extend(range(first, first + count))
+        return Commit(
+            [self.sequences[b] for b in places],
+            [self.starts[b] for b in places],
+            [self.tokens[b][: kept[b] + 1] for b in places],
+            None if self.features is None else self.features[rows],
+        )
 
 
 @dataclass(frozen=True)
