@@ -161,7 +161,6 @@ def count_weights(sizes: Sizes, config: FitConfig, draft_size: int | None) -> tu
         target = FrozenTarget(
             config=given, path=Path(), embedding=embedding,
             lm_head=embedding if tied else torch.empty_like(embedding),
-            norm=torch.empty(given.hidden_size), layer={},
         )  # fmt: skip
         ids = None if draft_size is None else torch.arange(draft_size)
         head = new_head(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import sys
 from itertools import pairwise
 from types import ModuleType
@@ -267,3 +269,23 @@ def test_tensorboard_gets_every_number_where_it_is_installed(tmp_path, monkeypat
     assert written["agreed/2", 2] == last["agreed"][1]
     assert written["held_out/loss", 2] == last["held_out"]["loss"]
     assert written["parts/ce", 1] == first["parts"]["ce"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_step_and_saves(tmp_path, number):
+    count = 0
+
+    def interrupted(head, batch):
+        nonlocal count
+        count += 1
+        if count == 5:
+            os.kill(os.getpid(), number)
+        return tiny_loss(head, batch)
+
+    before = signal.getsignal(number)
+    run = trainer(tmp_path, loss=interrupted)
+    assert run.fit() is None
+    assert run.checkpoints.steps() == [3, 5]
+    assert signal.getsignal(number) is before
+    trainer(tmp_path).fit()
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == list(range(1, 11))
