@@ -18,7 +18,8 @@ from foretell.models.loader import LoadedModel
 from foretell.models.medusa_formats import load_medusa
 from foretell.models.mtp_formats import load_mtp
 from foretell.models.quant import unpack
-from foretell.models.trainable import Block, TrainableHead, TrainableMedusa
+from foretell.models.trainable import Block, TrainableHead
+from foretell.models.trainable_medusa import TrainableMedusa
 
 Trainable = TrainableHead | TrainableMedusa
 METHODS = ("eagle", "eagle3", "mtp", "medusa")
@@ -272,6 +273,7 @@ def head_config(head: TrainableHead) -> dict[str, Any]:
         ),
         "model_type": "llama",
         "foretell_method": head.method,
+        "foretell_target": head.target,
         "hidden_size": sizes.hidden_size,
         "intermediate_size": sizes.intermediate_size,
         "num_hidden_layers": sizes.num_layers,
@@ -330,6 +332,7 @@ def medusa_config(head: TrainableMedusa) -> dict[str, Any]:
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
         "foretell_method": "medusa",
+        "foretell_target": head.target,
         "hidden_size": weight.shape[0],
         "num_heads": len(head.heads),
         "num_hidden_layers": len(cast(nn.ModuleList, head.heads[0])),
