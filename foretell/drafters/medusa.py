@@ -14,7 +14,7 @@ from torch import Tensor
 from foretell.config import SpeculationConfig, weight_format
 from foretell.drafters.eagle import HeadOptions
 from foretell.models.medusa_formats import load_medusa
-from foretell.models.trainable import TrainableMedusa
+from foretell.models.trainable_medusa import TrainableMedusa
 from foretell.sequence import Sequence
 from foretell.spec.drafter import Ask, Commit, Drafter, DraftRuntime, Needs
 from foretell.spec.grow_tree import Frontier, grow_tree
@@ -34,7 +34,7 @@ class Medusa(Drafter):
     def __init__(self, config: SpeculationConfig, runtime: DraftRuntime) -> None:
         super().__init__(config, runtime)
         options, target = self.options, runtime.target
-        path = options.find("medusa")
+        path = options.find("medusa", target)
         weights = weight_format(options.weights or target.weights)
         self.heads, self.vocab = load_medusa(path, target, weights, options.draft_vocab)
         own = options.is_chain and not options.depth

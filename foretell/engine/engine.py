@@ -16,9 +16,10 @@ from foretell.engine.metrics import Metrics
 from foretell.engine.rows import Span, lay_out
 from foretell.engine.scheduler import Item, Scheduler
 from foretell.runtime.runner import Runtime
-from foretell.sequence import FinishReason, SamplingParams, Sequence
+from foretell.sequence import FinishReason, SamplingParams, Sequence, Step
 from foretell.spec.budget import Limit, limit
 from foretell.spec.drafter import Ask, Commit, Drafter
+from foretell.spec.forced import MOST_FORCED, with_forced
 from foretell.spec.tree import TokenTree, cut, depths, roots
 
 log = logging.getLogger("foretell")
@@ -104,20 +105,14 @@ class Engine:
         if not items:
             return news
         with phase("propose"):
-            tree = self._propose(items)
+            tree = with_forced(self._propose(items), [item.forced for item in items])
         with phase("pack"):
             rows, spans = lay_out(items, tree, self._wants_prompt)
         with phase("forward"):
             output = self.runtime.forward_target(rows)
         with phase("sample"):
             choice = choose(
-                self.rule,
-                items,
-                spans,
-                tree,
-                output.logits,
-                self.end_ids,
-                self.threshold,
+                self.rule, items, spans, tree, output.logits, self.end_ids, self.threshold
             )
         try:
             with phase("commit"):
@@ -140,8 +135,7 @@ class Engine:
         except BaseException:  # Ctrl-C too: half-written sequences cannot go on
             self._give_up([item.sequence for item in items], "the step that made it failed")
             raise
-        self.metrics.num_steps += 1
-        self.metrics.num_rows += len(rows)
+        self.metrics.step(len(items), len(rows))
         return news
 
     # ---- stops of a step, in order
@@ -163,15 +157,18 @@ class Engine:
 
     def _draft_limit(self, sequence: Sequence) -> Limit:
         """The tree that may be asked for now; every path of it could still be emitted."""
-        if self.drafter is None or not sequence.speculate:
+        if not sequence.speculate:
             return Limit(0, 0)
-        needs, length = self.drafter.needs, len(sequence.tokens)
-        room = self.runtime.max_model_len - length
+        room, left = self.runtime.max_model_len - len(sequence.tokens), self._tokens_left(sequence)
+        forced = ()
+        if sequence.grammar:
+            forced = sequence.grammar.forced(limit(MOST_FORCED, MOST_FORCED, room, left).depth)
+        if self.drafter is None:
+            return Limit(0, 0, forced)
+        needs, k = self.drafter.needs, self.k if sequence.k is None else min(self.k, sequence.k)
         if needs.max_positions is not None:
-            room = min(room, needs.max_positions - length)
-        left = self._tokens_left(sequence)
-        k = self.k if sequence.k is None else min(self.k, sequence.k)
-        return limit(k, needs.max_nodes, room, left)
+            room = min(room, needs.max_positions - len(sequence.tokens))
+        return limit(k, needs.max_nodes, room, left)._replace(forced=forced)
 
     def _tokens_left(self, sequence: Sequence) -> int:
         room = self.runtime.max_model_len - len(sequence.tokens)
@@ -236,7 +233,10 @@ class Engine:
                 [root + node for node, _ in moved],
                 [root + at for _, at in moved],
             )
-        self.metrics.count(sequence, depths(parents), min(count, len(outcome.path)), count)
+        accepted = min(count, len(outcome.path))
+        if sequence.trace is not None:
+            sequence.trace.append(Step(tokens, parents, outcome.path[:accepted]))
+        self.metrics.count(sequence, depths(parents), accepted, count)
 
     def _end(self, sequence: Sequence, token: int, ends: tuple[int, ...]) -> FinishReason | None:
         if token in ends:  # its text is not part of the answer

@@ -28,6 +28,8 @@ class Item:
     """Draft nodes at most, the root not counted."""
     depth: int = 0
     """Draft nodes on one path at most."""
+    forced: tuple[int, ...] = ()
+    """Draft tokens that the answer's grammar forces."""
 
     @property
     def reaches_end(self) -> bool:
@@ -104,13 +106,15 @@ class Scheduler:
 
     def _give_budgets(self, items: list[Item], spare: int) -> None:
         limits = [self.draft_limit(item.sequence) for item in items]
-        shares = self.budget.share([limit.nodes for limit in limits], spare, False)
-        for item, limit, nodes in zip(items, limits, shares, strict=True):
+        shares = self.budget.share([limit.rows for limit in limits], spare, False)
+        for item, limit, share in zip(items, limits, shares, strict=True):
             # A draft is never worth a preemption: it takes what pages are left.
             taken = len(item.sequence.tokens) + 1
-            item.budget = min(nodes, self.cache.num_cells(item.sequence) - taken)
+            nodes = min(share, self.cache.num_cells(item.sequence) - taken)
+            item.budget = min(nodes, limit.nodes)
             item.depth = min(limit.depth, item.budget)
-            self.cache.reserve(item.sequence, taken + item.budget)
+            item.forced = limit.forced[:nodes]
+            self.cache.reserve(item.sequence, taken + nodes)
 
     def _admit(self, spare: int) -> Item | None:
         if not self.waiting or not self._free_slots:

@@ -16,15 +16,13 @@ from foretell.models.loader import open_source
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenTarget:
-    """Embedding and output projection, and the last layer as a place to start from. The tensors of
-    a checkpoint, not of a format: what is trained on them serves every format."""
+    """Embedding and output projection: a checkpoint's tensors, not a format's, so that what is
+    trained on them serves every format."""
 
     config: ModelConfig
     path: Path
     embedding: Tensor  # [V, H]
     lm_head: Tensor  # [V, H], the same tensor where the two are tied
-    norm: Tensor  # [H] float32
-    layer: dict[str, Tensor]  # weights of the last decoder layer, float32
 
     @classmethod
     def open(cls, spec: str, dtype: torch.dtype = torch.float32) -> FrozenTarget:
@@ -42,17 +40,9 @@ class FrozenTarget:
         shape = (config.vocab_size, config.hidden_size)
         embedding = take("model.embed_tokens.weight", *shape).to(dtype)
         tied = config.tie_embeddings or "lm_head.weight" not in names
-        prefix = f"model.layers.{config.num_layers - 1}."
-        layer = {
-            name.removeprefix(prefix): take(name, *names[name]).float()
-            for name in names
-            if name.startswith(prefix)
-        }
         return cls(
             config=config,
             path=path,
             embedding=embedding,
             lm_head=embedding if tied else take("lm_head.weight", *shape).to(dtype),
-            norm=take("model.norm.weight", config.hidden_size).float(),
-            layer=layer,
         )

@@ -18,7 +18,8 @@ from foretell.models.loader import LoadedModel
 from foretell.models.medusa_formats import load_medusa
 from foretell.models.mtp_formats import load_mtp
 from foretell.models.quant import unpack
-from foretell.models.trainable import Block, TrainableHead, TrainableMedusa
+from foretell.models.trainable import Block, TrainableHead
+from foretell.models.trainable_medusa import TrainableMedusa
 
 Trainable = TrainableHead | TrainableMedusa
 METHODS = ("eagle", "eagle3", "mtp", "medusa")
@@ -50,8 +51,7 @@ def new_head(
     taps: tuple[int, ...] | None = None,
     seed: int = 0,
 ) -> Trainable:
-    """A head to be trained. Its layers begin as the target's last one, its mixing as the identity
-    on the feature: so it begins by guessing that the target will go on as it just did.
+    """A head to be trained: fresh layers that add nothing yet, over the target's own feature.
 
     Args:
         norms: of an EAGLE head: with its norms restored (ours), or as published.
@@ -92,30 +92,23 @@ def new_head(
         recycle_normed=norms and not eagle3,
         draft_ids=draft_ids,
     )
-    _begin(head, target)
+    _begin(head)
     return head
 
 
 @torch.no_grad()
-def _begin(head: TrainableHead, target: FrozenTarget) -> None:
-    hidden = target.config.hidden_size
+def _begin(head: TrainableHead) -> None:
+    """The feature goes through as it is, and the layers begin by adding nothing. (Measured: copies
+    of the target's last layer learn half as fast as fresh ones.)"""
+    hidden = head.sizes.hidden_size
+    for linear in (head.mix, head.fuse):
+        if linear is not None and linear.in_features % hidden == 0:
+            nn.init.normal_(linear.weight, std=0.02)
+            linear.weight[:, -hidden:] += torch.eye(hidden)
     for layer in head.layers:
-        for name, part in layer.named_parameters():
-            own, kind = name.rsplit(".", 1)
-            weight = target.layer.get(f"{_LAYER[own]}.{kind}")
-            if weight is not None and weight.shape == part.shape:
-                part.copy_(weight)
-            elif weight is not None:  # the first attention of EAGLE-3 reads the embedding too
-                part.zero_()
-                part[..., -hidden:] = weight
-    if head.mix is not None:
-        nn.init.normal_(head.mix.weight, std=0.02)
-        head.mix.weight[:, hidden:] += torch.eye(hidden)
-    if head.fuse is not None:
-        nn.init.normal_(head.fuse.weight, std=0.02 / len(head.taps))
-        head.fuse.weight[:, -hidden:] += torch.eye(hidden)
-    if head.norm_out is not None:
-        head.norm_out.weight.copy_(target.norm)
+        assert isinstance(layer, Block)
+        nn.init.zeros_(layer.o.weight)
+        nn.init.zeros_(layer.down.weight)
 
 
 @dataclass(frozen=True)
@@ -280,6 +273,7 @@ def head_config(head: TrainableHead) -> dict[str, Any]:
         ),
         "model_type": "llama",
         "foretell_method": head.method,
+        "foretell_target": head.target,
         "hidden_size": sizes.hidden_size,
         "intermediate_size": sizes.intermediate_size,
         "num_hidden_layers": sizes.num_layers,
@@ -338,6 +332,7 @@ def medusa_config(head: TrainableMedusa) -> dict[str, Any]:
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
         "foretell_method": "medusa",
+        "foretell_target": head.target,
         "hidden_size": weight.shape[0],
         "num_heads": len(head.heads),
         "num_hidden_layers": len(cast(nn.ModuleList, head.heads[0])),

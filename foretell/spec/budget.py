@@ -14,6 +14,12 @@ class Limit(NamedTuple):
     """The root not counted."""
     depth: int
     """Nodes on one path, the root not counted."""
+    forced: tuple[int, ...] = ()
+    """Draft tokens that an answer's grammar forces: a chain that may be longer than ``nodes``."""
+
+    @property
+    def rows(self) -> int:
+        return max(self.nodes, len(self.forced))
 
 
 def limit(k: int, max_nodes: int, room: int, tokens_left: int) -> Limit:

@@ -41,9 +41,9 @@ class Agreement:
 
     def __str__(self) -> str:
         if self.not_compared:
-            return f"trainer and engine were not compared: {self.not_compared}"
+            return f"Trainer and engine were not compared: {self.not_compared}"
         return (
-            f"trainer and engine ({self.weights}) on the same hidden states, {self.positions} "
+            f"Trainer and engine ({self.weights}) on the same hidden states, {self.positions} "
             f"positions: logits differ by {self.typical:.2g}, at most {self.difference:.2g} "
             f"(their spread is {self.spread:.2g}); same first guess {self.same_guess:.1%}"
         )

@@ -9,6 +9,7 @@ import typer
 
 from foretell.config import EngineConfig
 from foretell.flags import from_fields
+from foretell.train.cli_evaluate import evaluate, export, report
 from foretell.train.cli_fit import fit
 from foretell.train.config import FeaturesConfig, PrepareConfig, RegenerateConfig
 
@@ -61,7 +62,6 @@ def regenerate_command(engine: EngineConfig, config: RegenerateConfig, run: Run)
     EngineConfig,
     FeaturesConfig,
     without=("speculation", "prefix_caching", "max_model_len"),
-    max_num_seqs=64,
     max_num_batched_tokens=1024,
 )
 def features_command(engine: EngineConfig, config: FeaturesConfig, run: Run) -> None:
@@ -105,3 +105,6 @@ def vocabulary_command(
 
 
 app.command("fit")(fit)
+app.command("evaluate")(evaluate)
+app.command("export")(export)
+app.command("report")(report)

@@ -19,17 +19,19 @@ from foretell.drafters import find
 from foretell.flags import from_fields
 from foretell.models.frozen import FrozenTarget
 from foretell.models.trainable_files import Trainable, new_head, open_head
+from foretell.train.estimate import Machine, describe, estimate, sizes_of
 from foretell.train.fit_config import FitConfig
 from foretell.train.parallel import Ranks, join
-from foretell.train.trainer import Trainer
+from foretell.train.trainer import Trainer, multiplies_bf16
 
 if TYPE_CHECKING:
     from foretell.train.batches import PackedBatches
 
 
-@from_fields(FitConfig)
+@from_fields(FitConfig, Machine)
 def fit(
     config: FitConfig,
+    machine: Machine,
     run: Annotated[Path, typer.Option("--run", metavar="DIR", help="Directory of this run.")],
     target: Annotated[
         str | None,
@@ -38,12 +40,18 @@ def fit(
     restart: Annotated[
         bool, typer.Option("--restart", help="Begin anew: drop this run's checkpoints.")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what it takes in memory, disk and time, and end.")
+    ] = False,
 ) -> None:
     """Fit a head to the features. Run it again to go on after an interruption; torchrun starts it
     on several GPUs."""
+    if dry_run:
+        print(plan(config, machine, run, target))
+        return
     done = fit_head(config, run, target=target, restart=restart)
     if done is None:
-        print("foretell: interrupted and saved; run it again to go on", file=sys.stderr)
+        print("saved; run it again to go on", file=sys.stderr)
         raise typer.Exit(130)
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"wrote {done}")
@@ -99,6 +107,33 @@ def fit_head(
         if ranks.first:
             print(_begins(trainer, batches, ranks), file=sys.stderr)
         return trainer.fit()
+
+
+def plan(config: FitConfig, machine: Machine, run: Path, target: str | None = None) -> str:
+    """What `--dry-run` prints: for the features of a run, or for a target and a number of tokens.
+
+    Raises:
+        ValueError: neither is there.
+    """
+    from foretell.train.store import Index
+
+    tokens = machine.tokens
+    if target is None or tokens is None:
+        if not (run / "features" / "index.json").exists():
+            raise ValueError(
+                f"{run} has no features yet: give --target and --tokens, or make them first"
+            )
+        index = Index.read(run / "features")
+        target, tokens = target or index.target, tokens or float(index.num_tokens)
+    sizes = sizes_of(target)
+    ids = draft_ids(config.draft_vocab, sizes.config.vocab_size)
+    scheme: Any = find(config.method)
+    bf16 = machine.device != "cpu" or multiplies_bf16(torch.device("cpu"), config.autocast)
+    reckoned = estimate(
+        sizes, config, config.rule(scheme.rule), machine, tokens=tokens,
+        bf16=bf16 and config.autocast != "off", draft_size=None if ids is None else len(ids),
+    )  # fmt: skip
+    return describe(reckoned, config, machine, tokens)
 
 
 def make_head(config: FitConfig, target: FrozenTarget, ids: Tensor | None) -> Trainable:

@@ -2,41 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from itertools import accumulate
 from operator import mul
-from pathlib import Path
 from typing import Any
 
 from foretell.bench.plots import Points, line_chart
+from foretell.train.metrics import Row
 
-Row = dict[str, Any]
 _POINTS = 300
 """Points of a line; of more the means of neighbours are drawn."""
-
-
-def read_metrics(path: Path) -> list[Row]:
-    """Rows of metrics.jsonl; a last line that a killed process left torn is skipped.
-
-    Raises:
-        ValueError: another line is no JSON object.
-    """
-    if not path.is_file():
-        return []
-    rows: list[Row] = []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            if number == len(lines):
-                break
-            raise ValueError(f"{path}:{number}: not JSON") from None
-        if not isinstance(row, dict) or "step" not in row:
-            raise ValueError(f"{path}:{number}: not a step of training")
-        rows.append(row)
-    return rows
 
 
 def curves(rows: list[Row]) -> list[str]:

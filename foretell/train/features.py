@@ -114,7 +114,8 @@ def plan_features(
     source = answers if answers.exists() else run / "samples.jsonl"
     if not source.exists():
         raise ValueError(f"{source} is missing: make it with foretell train prepare --run {run}")
-    names = set(EngineConfig.__dataclass_fields__) - {"model", "speculation", "prefix_caching"}
+    own = {"model", "speculation", "prefix_caching", "max_model_len"}
+    names = set(EngineConfig.__dataclass_fields__) - own
     llm, max_len = open_recorder(
         engine_config.model,
         taps=config.layers,
@@ -157,11 +158,12 @@ def compute_features(plan: Plan, llm: LLM, shard_bytes: int, run: Path) -> None:
     if index.online:
         return
     digest = _digest(plan.texts[: index.num_texts])
-    with progress_bar("tokens", index.num_tokens + plan.num_left) as advance:
-        advance(index.num_tokens)
+    there = index.num_tokens
+    with progress_bar("tokens", there + plan.num_left, done=there, lines=True) as advance:
         for part in _parts(plan.texts[index.num_texts :], shard_bytes // index.bytes_a_token):
             done: dict[str, Recorded] = {}
-            named = {f"{index.source} row {sample.index}": sample for sample in part}
+            first = index.num_texts
+            named = {f"{index.source} text {i}": sample for i, sample in enumerate(part, first)}
             tokens = {name: sample.tokens for name, sample in named.items()}
             for name, recorded in record(llm.engine, tokens):
                 done[name] = recorded
@@ -195,8 +197,8 @@ def _resumed(directory: Path, index: Index, texts: list[Sample]) -> Index:
     """
     before = Index.read(directory)
     remedy = f"give the same, or remove {directory} to begin anew"
-    index.check_target(directory, before.target)
-    for name in ("target_digest", "weights", "taps", "topk", "max_len", "source", "online"):
+    before.check_target(directory, index.target)
+    for name in ("weights", "taps", "topk", "max_len", "source", "online"):
         ours, theirs = getattr(index, name), getattr(before, name)
         if ours != theirs:
             raise ValueError(f"{directory} was made with {name}={theirs}, not {ours}: {remedy}")
@@ -234,7 +236,7 @@ def _check_disk(directory: Path, plan: Plan) -> None:
     if plan.bytes_left > free:
         raise ValueError(
             f"{directory}: features of {plan.num_left:,} tokens take {plan.bytes_left / 1e9:.2f} "
-            f"GB and the disk has {free / 1e9:.2f} GB free: --max-disk {free * 9 // 10**10}GB "
+            f"GB and the disk has {free / 1e9:.2f} GB free: --max-disk {free * 9 // 10**7}MB "
             "takes fewer texts, --online stores nothing"
         )
 

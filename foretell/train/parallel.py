@@ -112,7 +112,8 @@ def spread(module: LossOf, ranks: Ranks, *, fsdp: bool) -> nn.Module:
         frozen = {p for p in module.parameters() if not p.requires_grad}
         for layer in getattr(module.head, "layers", ()):
             fully_shard(layer, mesh=mesh, reshard_after_forward=False, ignored_params=frozen)
-        return fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=frozen)
+        fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=frozen)
+        return module
     if ranks.world == 1:
         return module
     return DistributedDataParallel(

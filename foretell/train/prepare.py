@@ -76,7 +76,7 @@ def prepare(config: PrepareConfig, run: Path, files: Sequence[Path]) -> Prepared
     out = Prepared()
     seen: set[bytes] = set()
     sizes = [_size(file) for file in files]
-    with progress_bar("bytes", sum(sizes)) as advance:
+    with progress_bar("bytes", sum(sizes), lines=True) as advance:
         for place, source, line in _lines(files):
             advance(len(line))
             if not line.strip():

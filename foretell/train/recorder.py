@@ -16,6 +16,8 @@ from torch import Tensor
 from foretell.config import SpeculationConfig
 from foretell.engine.engine import Engine
 from foretell.llm import LLM
+from foretell.models.hub import resolve
+from foretell.models.loader import open_source
 from foretell.sequence import SamplingParams, Sequence
 from foretell.spec.drafter import Ask, Commit, Drafter, DraftRuntime, Needs
 from foretell.spec.tree import TokenTree, roots
@@ -67,15 +69,10 @@ class Recorder(Drafter):
     def observe(self, commit: Commit) -> None:
         assert commit.features is not None
         at = 0
-        for sequence, start, tokens in zip(
-            commit.sequences, commit.starts, commit.tokens, strict=True
-        ):
+        for sequence, tokens in zip(commit.sequences, commit.tokens, strict=True):
             rows = commit.features[at : at + len(tokens) - 1]  # [T, F] float32
             at += len(rows)
-            parts = self._parts.setdefault(sequence.request_id, [])
-            if start == 0:
-                parts.clear()  # it was preempted and runs again
-            parts.append(self._record(rows))
+            self._parts.setdefault(sequence.request_id, []).append(self._record(rows))
 
     def _record(self, rows: Tensor) -> Recorded:
         features = rows[:, : self.width].bfloat16()
@@ -109,17 +106,20 @@ def open_recorder(
     Raises:
         ValueError: no such model, or it has no such layer.
     """
+    limit = open_source(resolve(model))[1].max_position_embeddings
+    max_len = min(max_len, limit - 1)  # behind a text there must be room for one token
     method = f"{Recorder.__module__}:{Recorder.__name__}"
     own = {"taps": " ".join(map(str, taps)), "topk": str(topk)}
     llm = LLM(
         model,
         speculation=SpeculationConfig(method=method, k=1, options=own),
         prefix_caching=False,  # what is shared is not computed
+        max_model_len=max_len + 1,
         **options,  # type: ignore[arg-type]
     )
     if not 0 <= topk <= llm.engine.runtime.vocab_size:
         raise ValueError(f"topk={topk}: the vocabulary has {llm.engine.runtime.vocab_size} tokens")
-    return llm, min(max_len, llm.engine.runtime.max_model_len - 1)
+    return llm, max_len
 
 
 def record(engine: Engine, texts: dict[str, np.ndarray]) -> Iterator[tuple[str, Recorded]]:

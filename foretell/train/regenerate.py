@@ -115,8 +115,7 @@ def regenerate(engine_config: EngineConfig, config: RegenerateConfig, run: Path)
         done = {sample.index for sample in read_samples(path, llm.engine.runtime.vocab_size)}
         out.num_kept = len(done)
         todo = [sample for sample in todo if sample.index not in done]
-        with progress_bar("answers", out.num_rows) as advance:
-            advance(out.num_kept)
+        with progress_bar("answers", out.num_rows, done=out.num_kept, lines=True) as advance:
             for sample, row in _answers(llm.engine, todo, config):
                 if isinstance(row, str):
                     out.failed[sample.index] = row

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from html import escape
 from importlib import resources
@@ -11,7 +10,9 @@ from string import Template
 
 from foretell.bench.plots import STYLE, bar_chart, line_chart
 from foretell.models.checkpoint import read_json
-from foretell.train.curves import Row, curves, held_out, read_metrics
+from foretell.train.curves import curves, held_out
+from foretell.train.files import write_whole
+from foretell.train.metrics import Row, read_rows, span
 
 
 def write_report(run: Path) -> Path:
@@ -20,18 +21,13 @@ def write_report(run: Path) -> Path:
     Raises:
         ValueError: there is nothing to report, or a file is damaged.
     """
-    rows = read_metrics(run / "fit" / "metrics.jsonl")
+    rows = read_rows(run / "fit" / "metrics.jsonl")
     evaluation = run / "evaluation.json"
     found = read_json(evaluation) if evaluation.is_file() else None
     if not rows and found is None:
         raise ValueError(f"{run}: neither fit/metrics.jsonl nor evaluation.json is here")
     path = run / "report.html"
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        part.write_text(page(run.resolve().name, rows, found), encoding="utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    write_whole(path, page(run.resolve().name, rows, found).encode())
     return path
 
 
@@ -73,7 +69,7 @@ def _intro(rows: list[Row], found: Row | None) -> str:
         if last.get("tokens"):
             said.append(f"{last['tokens']:,} tokens")
         if last.get("seconds"):
-            said.append(_span(last["seconds"]))
+            said.append(span(last["seconds"]))
     out = f"<p class=dim>{escape(' · '.join(said))}</p>"
     for problem in (found or {}).get("problems", []):
         out += f"<p class=bad>Not valid: {escape(problem)}</p>"
@@ -144,20 +140,26 @@ def _evaluation(found: Row) -> str:
         unit = "tokens a pass" if key == "tau" else "times plain decoding"
         charts.append(bar_chart(groups, title, unit))
     note = f"<p class=dim>{escape(found['agreement']['says'])}</p>"
-    return _table(found) + note + _grid(charts)
+    return _table(found) + note + _grid(charts, "charts pairs")
 
 
 def _table(found: Row) -> str:
+    """All prompts together, and the categories where somebody wants them."""
+    totals = _totals(found)
+    each = [line for line in found.get("summary", []) if line not in totals]
+    each.sort(key=lambda line: (line["temperature"], line["scheme"]))
+    out = _rows(totals)
+    if each:
+        out += f"<details><summary>By category</summary>{_rows(each)}</details>"
+    return out
+
+
+def _rows(lines: list[Row]) -> str:
     columns = (
-        "drafts", "category", "τ", "accepted by position, %", "plain tok/s", "tok/s", "speed-up",
+        "drafts", "prompts", "τ", "accepted by position, %", "plain tok/s", "tok/s", "speed-up",
         "end to end", "same text",
     )  # fmt: skip
-    totals = {id(line) for line in _totals(found)}
     out = ["<thead><tr>", *(f"<th>{escape(name)}</th>" for name in columns), "</tr></thead><tbody>"]
-    lines = sorted(
-        found.get("summary", []),
-        key=lambda line: (line["temperature"], line["scheme"], id(line) not in totals),
-    )
     for line in lines:
         cells = (
             f"{line['scheme']}, {_warmth(line['temperature'])}",
@@ -170,8 +172,7 @@ def _table(found: Row) -> str:
             f"{line['end_to_end']:.2f}x",
             f"{line['num_identical']}/{line['num_answers']}",
         )
-        kind = ' class="total"' if id(line) in totals else ""
-        out.append(f"<tr{kind}>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
+        out.append(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
     return f'<div class="wide"><table>{"".join(out)}</tbody></table></div>'
 
 
@@ -214,15 +215,9 @@ def _facts(found: Row) -> str:
     return f'<div class="card"><dl>{inner}</dl></div>'
 
 
-def _grid(charts: Iterable[str]) -> str:
-    return f'<div class="charts">{"".join(f"<div class=card>{c}</div>" for c in charts)}</div>'
+def _grid(charts: Iterable[str], kind: str = "charts") -> str:
+    return f'<div class="{kind}">{"".join(f"<div class=card>{c}</div>" for c in charts)}</div>'
 
 
 def _warmth(temperature: float) -> str:
     return "greedy" if temperature == 0 else f"T = {temperature:g}"
-
-
-def _span(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -48,9 +48,9 @@ class Weights:
 
     def scale(self, factor: float, clip: float) -> float:
         """Multiplies the gradients, clips their norm and returns what it was before."""
-        torch._foreach_mul_(
-            [p.grad for p in self.parameters.values() if p.grad is not None], factor
-        )
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
         return float(whole(nn.utils.clip_grad_norm_(self.parameters.values(), clip)))
 
     def update(self, rate: float, step: int) -> None:
@@ -60,9 +60,9 @@ class Weights:
         self.optimizer.step()
         if self.mean:
             decay = min(self._ema, (1 + step) / (10 + step))  # the first weights soon count little
-            torch._foreach_lerp_(
-                list(self.mean.values()), list(self.parameters.values()), 1 - decay
-            )
+            with torch.no_grad():
+                for name, mean in self.mean.items():
+                    mean.lerp_(self.parameters[name], 1 - decay)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

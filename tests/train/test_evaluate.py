@@ -203,7 +203,7 @@ def test_the_tables_say_what_was_found(run: Path) -> None:
     assert "4/4" in text
     assert "same hidden states" in text
     assert "NOT VALID" not in text
-    assert max(map(len, text.split("trainer and engine")[0].splitlines())) <= 80
+    assert max(map(len, text.split("Trainer and engine")[0].splitlines())) <= 80
 
 
 def test_another_text_is_never_called_valid(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
