@@ -21,7 +21,8 @@ from torch import Tensor
 
 from foretell.config import SpeculationConfig, Weights, weight_format
 from foretell.models.head_formats import LoadedHead, load_eagle
-from foretell.models.hub import resolve
+from foretell.models.hub import packaged_head, resolve
+from foretell.models.loader import LoadedModel
 from foretell.models.trainable import TrainableHead
 from foretell.sequence import Sequence
 from foretell.spec.drafter import Ask, Commit, Drafter, DraftRuntime, KVGroup, Needs, run_rows
@@ -37,7 +38,7 @@ class HeadOptions(TreeOptions):
     """Options of every scheme that loads a head."""
 
     model: str = ""
-    """Directory or hub name of the head."""
+    """Directory or hub name of the head; by default the one that comes with foretell."""
     weights: str = ""
     """int8, bf16, f32 or int4; by default as the target."""
     draft_vocab: str = ""
@@ -49,15 +50,21 @@ class HeadOptions(TreeOptions):
         if self.weights:
             weight_format(self.weights)
 
-    def find(self, method: str) -> Path:
-        """Where the head is.
+    def find(self, method: str, target: LoadedModel) -> Path:
+        """Where the head is: where an option says, else in this package.
 
         Raises:
-            ValueError: no option says so, or there is nothing.
+            ValueError: there is none.
         """
-        if not self.model:
-            raise ValueError(f"{method} needs a head: {method}:model=PATH or a hub name")
-        return resolve(self.model, head=True)
+        if self.model:
+            return resolve(self.model, head=True)
+        own = packaged_head(method, target.config.sizes)
+        if own is None:
+            raise ValueError(
+                f"{method} needs a head, and none comes with foretell for this model: "
+                f"{method}:model=PATH or a hub name; foretell train makes one"
+            )
+        return own
 
 
 @dataclass(eq=False)
@@ -100,7 +107,7 @@ class Eagle(Drafter):
         self._features = torch.zeros(size, sizes.hidden_size, device=device)  # [slots, H]
 
     def load(self, weights: Weights) -> LoadedHead:
-        path = self.options.find(self.config.method)
+        path = self.options.find(self.config.method, self.runtime.target)
         return load_eagle(path, self.runtime.target, weights, self.options.draft_vocab)
 
     def observe(self, commit: Commit) -> None:

@@ -20,5 +20,5 @@ class Eagle3(Eagle):
     rule = Rule(steps=4, decay=0.8)
 
     def load(self, weights: Weights) -> LoadedHead:
-        path = self.options.find(self.config.method)
+        path = self.options.find(self.config.method, self.runtime.target)
         return load_eagle3(path, self.runtime.target, weights, self.options.draft_vocab)

@@ -32,6 +32,6 @@ class MTP(Eagle):
     def load(self, weights: Weights) -> LoadedHead:
         options, target = self.options, self.runtime.target
         assert isinstance(options, MTP.Options)
-        path = options.find("mtp") if options.model else target.path
+        path = options.find("mtp", target) if options.model else target.path
         recycle = options.recycle_normed
         return load_mtp(path, target, weights, options.draft_vocab, recycle_normed=recycle)

@@ -82,6 +82,11 @@ class ModelConfig:
         if kind != "default" and not self.rope_scaling.get("factor"):
             raise ValueError(f"RoPE scaling {kind!r} has no factor in the model's config")
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What tells a target from others for a head that was made for it."""
+        return {name: getattr(self, name) for name in ("hidden_size", "num_layers", "vocab_size")}
+
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer in tokens."""
         return self.windows[layer] if self.windows else None

@@ -273,6 +273,7 @@ def head_config(head: TrainableHead) -> dict[str, Any]:
         ),
         "model_type": "llama",
         "foretell_method": head.method,
+        "foretell_target": head.target,
         "hidden_size": sizes.hidden_size,
         "intermediate_size": sizes.intermediate_size,
         "num_hidden_layers": sizes.num_layers,
@@ -295,7 +296,7 @@ def head_config(head: TrainableHead) -> dict[str, Any]:
         return config | {
             "eagle_config": {
                 "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in head.taps],
-                "use_aux_hidden_state": True,
+                "use_aux_hidden_state": head.fuse is not None,
             },
             "norm_before_residual": head.residual_normed,
             "norm_output": head.recycle_normed,
@@ -331,6 +332,7 @@ def medusa_config(head: TrainableMedusa) -> dict[str, Any]:
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
         "foretell_method": "medusa",
+        "foretell_target": head.target,
         "hidden_size": weight.shape[0],
         "num_heads": len(head.heads),
         "num_hidden_layers": len(cast(nn.ModuleList, head.heads[0])),

@@ -29,6 +29,7 @@ class TrainableMedusa(nn.Module):
         draft_ids: Tensor | None = None,
     ) -> None:
         super().__init__()
+        self.target = target.config.sizes
         hidden = target.config.hidden_size
         self.heads = nn.ModuleList(
             nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(num_layers))
