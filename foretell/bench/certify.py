@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from foretell.bench.certificate import Certificate, identify, print_verdict
+from foretell.bench.certificate import Certificate, digest, identify, print_verdict
 from foretell.bench.certify_config import CertifyConfig
 from foretell.bench.certify_law import num_tests, same_law
 from foretell.bench.certify_part import Part, Rig
@@ -66,7 +66,10 @@ def certify(
     rig = Rig(engine, target, config)
     start = time.time()
     parts = run_parts(rig, spread(conversations, config.limit))
-    about = identify(rig) | {
+    about = identify(rig)
+    if prompts is not None:
+        about["files"] |= {f"prompts: {prompts.name}": digest(prompts)}
+    about |= {
         "prompts": str(prompts.name if prompts else "foretell's own workload"),
         "seconds": round(time.time() - start, 1),
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(start)),
