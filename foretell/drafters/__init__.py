@@ -54,11 +54,12 @@ def check(config: SpeculationConfig) -> None:
     Raises:
         ValueError: as `build`.
     """
-    read_options(find(config.method).Options, config.options, config.method)
+    for each in (config, *config.also):
+        read_options(find(each.method).Options, each.options, each.method)
 
 
 def build(config: SpeculationConfig, runtime: DraftRuntime) -> Drafter:
-    """The drafter that ``config`` names, with its options read.
+    """The drafter that ``config`` names (its first one), with its options read.
 
     Raises:
         ValueError: unknown scheme or option, or a value that an option does not take.

@@ -86,6 +86,7 @@ class Eagle(Drafter):
             ),
             lookahead=1,
             nodes=self.shape.num_nodes,
+            depth=self.shape.depth,
         )
         self._slots: dict[int, _Slot] = {}
         size, device = runtime.max_num_seqs, runtime.device

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from foretell.config import EngineConfig
 from foretell.engine.cache import PageCache
 from foretell.sequence import Sequence
-from foretell.spec.budget import FixedBudget, Limit
+from foretell.spec.budget import Controller, FixedBudget, Seat
 
 
 @dataclass
@@ -28,6 +28,8 @@ class Item:
     """Draft nodes at most, the root not counted."""
     depth: int = 0
     """Draft nodes on one path at most."""
+    scheme: int = 0
+    """Which of the engine's schemes drafts."""
 
     @property
     def reaches_end(self) -> bool:
@@ -41,7 +43,8 @@ class Scheduler:
         config: limits.
         cache: pages.
         on_leave: called with the slots of sequences that were preempted.
-        draft_limit: the largest tree that a sequence may use now.
+        seat: the largest trees that a sequence may use now; None if nobody ever drafts.
+        budget: who decides about their sizes.
     """
 
     def __init__(
@@ -49,13 +52,14 @@ class Scheduler:
         config: EngineConfig,
         cache: PageCache,
         on_leave: Callable[[list[int]], None],
-        draft_limit: Callable[[Sequence], Limit],
+        seat: Callable[[Sequence], Seat] | None,
+        budget: FixedBudget | Controller | None = None,
     ) -> None:
         self.config = config
         self.cache = cache
         self.on_leave = on_leave
-        self.draft_limit = draft_limit
-        self.budget = FixedBudget()
+        self.seat = seat
+        self.budget = budget or FixedBudget()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         """In order of arrival: the last is the youngest."""
@@ -98,18 +102,17 @@ class Scheduler:
         while spare > 0 and (item := self._admit(spare)):
             items.append(item)
             spare -= item.num_run
-        if items and all(item.num_run == 1 and item.reaches_end for item in items):
-            self._give_budgets(items, rows - len(items))
+        if self.seat and items and all(item.num_run == 1 and item.reaches_end for item in items):
+            self._give_budgets(items, [self.seat(item.sequence) for item in items])
         return items
 
-    def _give_budgets(self, items: list[Item], spare: int) -> None:
-        limits = [self.draft_limit(item.sequence) for item in items]
-        shares = self.budget.share([limit.nodes for limit in limits], spare, False)
-        for item, limit, nodes in zip(items, limits, shares, strict=True):
+    def _give_budgets(self, items: list[Item], seats: list[Seat]) -> None:
+        grants = self.budget.choose(seats, self.config.max_num_batched_tokens - len(items))
+        for item, grant in zip(items, grants, strict=True):
             # A draft is never worth a preemption: it takes what pages are left.
             taken = len(item.sequence.tokens) + 1
-            item.budget = min(nodes, self.cache.num_cells(item.sequence) - taken)
-            item.depth = min(limit.depth, item.budget)
+            item.budget = min(grant.nodes, self.cache.num_cells(item.sequence) - taken)
+            item.depth, item.scheme = min(grant.depth, item.budget), grant.scheme
             self.cache.reserve(item.sequence, taken + item.budget)
 
     def _admit(self, spare: int) -> Item | None:
