@@ -90,8 +90,8 @@ class SpeculationConfig:
 
     @classmethod
     def parse(cls, text: str) -> SpeculationConfig | None:
-        """Reads ``method:name=value,name=value``; ``none`` and ``off`` give None. Several are joined
-        by ``+``; ``auto`` is what is worth trying with any model.
+        """Reads ``method:name=value,name=value``; ``none`` and ``off`` give None. Several schemes
+        are joined by ``+``; ``auto`` is what is worth trying with any model.
 
         Raises:
             ValueError: not of that form.

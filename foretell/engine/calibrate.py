@@ -1,8 +1,8 @@
 """What steps cost on this machine, measured once by taking some.
 
-The engine steps a few answers of no meaning with budgets given beforehand, and its controller learns
-from their times as it does from all others. What it learnt is kept in the cache directory, for each
-model, weight format, scheme, number of threads and processor.
+The engine steps a few answers of no meaning with budgets given beforehand, and its controller
+learns from their times as it does from all others. What it learnt is kept in the cache directory,
+for each model, weight format, scheme, number of threads and processor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import platform
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,7 +128,7 @@ def _sizes(drafting: Drafting, *, few: bool) -> list[Grant]:
 
 
 @contextlib.contextmanager
-def _running(engine: Engine, drafting: Drafting, batch: int) -> Iterator[None]:
+def _running(engine: Engine, drafting: Drafting, batch: int) -> Generator[None]:
     """So many answers at once, behind their prompts; they are gone afterwards."""
     rng = random.Random(batch)
     length = max(1, min(_PROMPT, engine.runtime.max_model_len // 4))

@@ -71,10 +71,7 @@ class Drafting:
         """[M] draft tokens at most."""
         self.k = max(self.most)
         taps = merge_needs(drafters).features
-        self.watches = [
-            Watch(drafter, cache, lazy=adaptive, taps=taps)
-            for drafter in drafters
-        ]
+        self.watches = [Watch(drafter, cache, lazy=adaptive, taps=taps) for drafter in drafters]
         self.seconds = 0.0
         """Spent on drafts and on showing what became final, in the step that is under way."""
         self.learning = True
@@ -161,7 +158,11 @@ class Drafting:
         return tree
 
     def learn(
-        self, items: list[Item], tree: TokenTree, verified: list[Verified | None], rows: int,
+        self,
+        items: list[Item],
+        tree: TokenTree,
+        verified: list[Verified | None],
+        rows: int,
         seconds: float,
     ) -> None:
         """Takes in how a step went.
@@ -228,4 +229,3 @@ class Drafting:
         self.failed("observe", error)
         for sequence in sequences:  # out of step for good: go on without drafts
             sequence.speculate = False
-

@@ -21,7 +21,7 @@ from foretell.runtime.runner import Runtime
 from foretell.sequence import FinishReason, SamplingParams, Sequence
 from foretell.spec.budget import Seat
 from foretell.spec.drafter import Commit, Drafter
-from foretell.spec.tree import depths, roots
+from foretell.spec.tree import TokenTree, depths, roots
 
 log = logging.getLogger("foretell")
 
@@ -126,10 +126,7 @@ class Engine:
         if not items:
             return news
         with phase("propose"):
-            if self.drafting:
-                tree = self.drafting.propose(items)
-            else:
-                tree = roots([item.sequence.tokens[-1] for item in items])
+            tree = self._propose(items)
         with phase("pack"):
             rows, spans = lay_out(items, tree, self._wants_prompt)
         with phase("forward"):
@@ -198,6 +195,11 @@ class Engine:
         if sequence.params.max_tokens is None:
             return room
         return min(room, sequence.params.max_tokens - sequence.num_output)
+
+    def _propose(self, items: list[Item]) -> TokenTree:
+        if self.drafting is None:
+            return roots([item.sequence.tokens[-1] for item in items])
+        return self.drafting.propose(items)
 
     def _commit(
         self, item: Item, tree: tuple[list[int], list[int]], i: int, choice: Choice

@@ -323,7 +323,9 @@ class Choice:
         self.slope = costs.slope(len(seats))
         self.reach = costs.reach(sum(seat.keys for seat in seats))
         least = len(seats) / self.plain * self.slope
-        self.rungs = [[_rungs(scheme, m, seat, least) for seat in seats] for m, scheme in enumerate(schemes)]
+        self.rungs = [
+            [_rungs(scheme, m, seat, least) for seat in seats] for m, scheme in enumerate(schemes)
+        ]
 
     def best(self, mixed: bool) -> tuple[float, list[Grant]]:
         """Expected tokens a second, and the budgets [B]."""

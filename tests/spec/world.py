@@ -85,7 +85,8 @@ class World:
                 for slot in range(batch)
             ]
             grants = policy * batch if isinstance(policy, list) else policy.choose(seats, rows)
-            assert len(grants) == batch and sum(grant.nodes for grant in grants) <= rows
+            assert len(grants) == batch
+            assert sum(grant.nodes for grant in grants) <= rows
             self.history.append(grants)
             self._step(step, grants, behind, policy, rng)
         return (self.tokens - before) / (self.seconds - start)
