@@ -16,8 +16,9 @@ _HOPE = 0.4
 _HOPE_WEIGHT = 2.0
 _NEIGHBOUR = 4.0
 """What the depth above is worth, in observations, to a depth."""
-_EVERYBODY = 16.0
-"""What all sequences are worth to one."""
+_EVERYBODY = (8.0, 24.0, 64.0)
+"""What all sequences are worth to one, in observations: whichever foretold best lately. Where all
+are alike the largest does, where some copy and others do not the smallest."""
 _OWN = 1 - 1 / 16
 """Weight that a sequence's record keeps at each new entry."""
 _COMMON = 1 - 1 / 192
@@ -87,6 +88,8 @@ class Acceptance:
         sizes = [size / self.ladder.nodes[-1] for size in self.ladder.nodes]
         self.yields = [1.0 if self.ladder.is_chain else size**0.15 for size in sizes]
         """[R] a tree of this size against the largest; for chains depth says it all."""
+        self.errors = [0.05, 0.049, 0.05]
+        """Mean square error of each weight in `_EVERYBODY`."""
         self._records: dict[int, _Record] = {}
         self._clock = 0
         self._common: list[float] = []
@@ -117,18 +120,18 @@ class Acceptance:
             there is one.
         """
         common = self._common = self._common or self._expected()
-        record, factors = self._records.get(slot), self.yields
+        record, factors, everybody = self._records.get(slot), self.yields, self._everybody
         found = (1 + self.found) / (1 + self.asked)
         fade, tries, hits = 0.0, self.tries, self.hits
         if record is not None:
             fade, tries, hits = self._faded(record), record.tries, record.hits
-            found = (fade * record.found + _EVERYBODY * found) / (fade * record.asked + _EVERYBODY)
+            found = (fade * record.found + everybody * found) / (fade * record.asked + everybody)
         out: list[float] = []
         reached, tokens, level = 1.0, 0.0, 0
         for rung, depth in enumerate(self.ladder.depth):
             while level < depth:
-                own = fade * hits[level] + _EVERYBODY * common[level]
-                reached *= own / (fade * tries[level] + _EVERYBODY)
+                own = fade * hits[level] + everybody * common[level]
+                reached *= own / (fade * tries[level] + everybody)
                 tokens += reached
                 level += 1
             if reached < least and out:
@@ -148,6 +151,8 @@ class Acceptance:
             elif self._clock > record.seen + 1:
                 self._fade(record)
             record.seen = self._clock
+            if nodes and record.tries[0] > 4:
+                self._judge(record, accepted > 0)
             record.asked = record.asked * _OWN + 1
             record.found = record.found * _OWN + (nodes > 0)
             self.asked = self.asked * _COMMON + 1
@@ -160,6 +165,17 @@ class Acceptance:
                     tries[level] = tries[level] * keep + 1
                     hits[level] = hits[level] * keep + (level < accepted)
         self._common = []
+
+    def _judge(self, record: _Record, right: bool) -> None:
+        """Which weight of everybody foretells best whether a first token is right?"""
+        common = (self._common or self._expected())[0]
+        for i, everybody in enumerate(_EVERYBODY):
+            p = (record.hits[0] + everybody * common) / (record.tries[0] + everybody)
+            self.errors[i] += ((p - right) ** 2 - self.errors[i]) / 256
+
+    @property
+    def _everybody(self) -> float:
+        return _EVERYBODY[self.errors.index(min(self.errors))]
 
     def _faded(self, record: _Record) -> float:
         return _FADE[min(self._clock - record.seen, len(_FADE) - 1)]

@@ -22,7 +22,7 @@ KEPT = 8
 """Most steps that a choice serves, if it was the same as before and the same sequences run."""
 PROBES = 0.01
 """Share of the time that may go into drafts of schemes that do not pay, to see whether they would
-now; halved for each in vain, down to an eighth."""
+now; two thirds for each in vain, down to a third."""
 FREE_PROBES, MOST_FREE_PROBES = 4, 16
 """Tries that a scheme has before it must pay, and those that it can win by being right."""
 PAID_AT_ONCE = 4
@@ -243,7 +243,9 @@ class Probes:
 
     def earn(self, seconds: float) -> None:
         """A step took so long."""
-        self.credit = min(self.credit + PROBES * 0.5 ** min(self.in_vain, 3) * seconds, 8 * seconds)
+        self.credit = min(
+            self.credit + PROBES * max(1 / 3, (2 / 3) ** self.in_vain) * seconds, 8 * seconds
+        )
 
     def found(self, accepted: int, seconds: float) -> None:
         """What a probe found pays for more of them; a new scheme that promises something is looked
