@@ -97,7 +97,7 @@ def test_each_sequence_gets_the_scheme_that_pays_for_it():
     together = world.run(400, both)
     used = [[grants[b].scheme for grants in world.history if grants[b].nodes] for b in (0, 1)]
     assert used[0].count(0) > 0.8 * len(used[0])
-    assert used[1].count(1) > 0.8 * len(used[1])
+    assert used[1].count(1) > 0.7 * len(used[1])
     alone = World([copier()], lambda step: 2)
     assert together > 1.1 * alone.run(400, controller(alone))
 
