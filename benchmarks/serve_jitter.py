@@ -14,7 +14,6 @@ import itertools
 import json
 import time
 
-import httpx2 as httpx
 import numpy as np
 
 from foretell.config import ServerConfig
@@ -41,26 +40,26 @@ def gaps(times) -> list[float]:
     return [b - a for a, b in itertools.pairwise(sorted(set(times)))]
 
 
-async def client(http: httpx.AsyncClient, text: str, tokens: int) -> list[float]:
-    body = {
+async def client(port: int, text: str, tokens: int) -> list[float]:
+    """Says when events came. Bare sockets: what a client costs is not the server's."""
+    body = json.dumps({
         "messages": [{"role": "user", "content": text}],
         "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True,
-    }  # fmt: skip
-    times: list[float] = []
-    async with http.stream("POST", "/v1/chat/completions", json=body) as answer:
-        assert answer.status_code == 200, await answer.aread()
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {") and json.loads(line[6:])["choices"][0]["delta"].get(
-                "content"
-            ):
-                times.append(time.perf_counter())
-    return times
+    }).encode()  # fmt: skip
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    got: list[tuple[float, bytes]] = []
+    while part := await reader.read(65536):
+        got.append((time.perf_counter(), part))
+    writer.close()
+    assert got[0][1].startswith(b"HTTP/1.1 200"), got[0][1]
+    return [when for when, part in got if b'"delta":{"content":"' in part]
 
 
-async def clients(url: str, count: int, tokens: int) -> list[float]:
-    limits = httpx.Limits(max_connections=count)
-    async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as http:
-        times = await asyncio.gather(*(client(http, text, tokens) for text in prompts(count)))
+async def clients(port: int, count: int, tokens: int) -> list[float]:
+    times = await asyncio.gather(*(client(port, text, tokens) for text in prompts(count)))
     begun = max(each[0] for each in times)
     return [gap for each in times for gap in gaps(t for t in each if t >= begun)]
 
@@ -110,13 +109,13 @@ def main() -> None:
     ready, end = context.Queue(), context.Queue()
     process = context.Process(target=serve, args=(config, ready, end), daemon=True)
     process.start()
-    url = f"http://127.0.0.1:{ready.get()}"
+    port = ready.get()
     llm = LLM(**config)
     alone: list[float] = []
     served: list[float] = []
     for round_ in range(given.rounds + 1):  # turns, so that noise falls on both
         one = offline(llm, given.clients, given.tokens)
-        other = asyncio.run(clients(url, given.clients, given.tokens))
+        other = asyncio.run(clients(port, given.clients, given.tokens))
         if round_:  # the first warms up
             alone += one
             served += other

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from foretell.sequence import FinishReason, Logprob, Sequence, Stats
+from foretell.sequence import FinishReason, Logprob, Sequence, Stats, Step
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,8 @@ class Delta:
     from_draft: list[bool]
     logprobs: list[Logprob]
     """One for each token, or none at all where none were asked for."""
+    steps: list[Step]
+    """Its draft trees, where they were asked for (`Sequence.trace`)."""
     result: Result | None = None
 
 
@@ -67,7 +69,7 @@ class Follower:
     def __init__(self, sequence: Sequence) -> None:
         self.sequence = sequence
         self.ended = False
-        self._characters = self._tokens = 0
+        self._characters = self._tokens = self._steps = 0
 
     def delta(self) -> Delta | None:
         """What is new and certain; None where nothing is, and behind the end."""
@@ -82,9 +84,11 @@ class Follower:
             sequence.tokens[sequence.num_prompt + self._tokens :],
             sequence.from_draft[self._tokens :],
             sequence.logprobs[self._tokens :],
+            (sequence.trace or [])[self._steps :],
             Result.of(sequence) if sequence.finished else None,
         )
         self._characters = max(self._characters, len(text))
         self._tokens = sequence.num_output
+        self._steps += len(delta.steps)
         self.ended = sequence.finished
         return delta if delta.text or delta.token_ids or delta.result else None

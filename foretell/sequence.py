@@ -274,6 +274,15 @@ class Logprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(frozen=True)
+class Step:
+    """What one target pass checked: a draft tree, root first, and its nodes that were accepted."""
+
+    tokens: list[int]
+    parents: list[int]
+    accepted: list[int]
+
+
 @dataclass(eq=False)
 class Sequence:
     """One answer in the making. Owned by the engine; drafters may read ``tokens`` and ``slot``."""
@@ -310,6 +319,8 @@ class Sequence:
     """Fewer draft tokens a step than the engine's own k."""
     prediction: list[int] = field(default_factory=list[int])
     """What the answer will probably say, for schemes that read it (`Needs.prediction`)."""
+    trace: list[Step] | None = None
+    """Its trees, step by step; None where nobody asked for them."""
     num_hashed_pages: int = 0
     """Leading pages that the prefix cache knows."""
     hash_parent: int = 0

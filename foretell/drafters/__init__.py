@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 from foretell.config import SpeculationConfig
 from foretell.spec.drafter import Drafter, DraftRuntime
 from foretell.spec.options import read_options
+from foretell.spec.tree_shape import TreeOptions
 
 
 def schemes() -> list[str]:
@@ -55,7 +56,9 @@ def check(config: SpeculationConfig) -> None:
         ValueError: as `build`.
     """
     for each in (config, *config.also):
-        read_options(find(each.method).Options, each.options, each.method)
+        options = read_options(find(each.method).Options, each.options, each.method)
+        if isinstance(options, TreeOptions):
+            options.shape(each.k)
 
 
 def build(config: SpeculationConfig, runtime: DraftRuntime) -> Drafter:

@@ -29,8 +29,8 @@ from foretell.engine.engine import Engine
 from foretell.engine.metrics import Metrics
 from foretell.models.loader import LoadedModel
 from foretell.sequence import SamplingParams, Sequence
-from foretell.spec.budget import Grant, Seat
 from foretell.spec.costs import Costs
+from foretell.spec.seats import Grant, Seat
 
 MOST_SECONDS = 2.0
 """After that no larger batch is tried."""

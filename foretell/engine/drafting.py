@@ -11,9 +11,10 @@ from foretell.engine.scheduler import Item
 from foretell.engine.watch import Watch
 from foretell.sequence import Sequence
 from foretell.spec.acceptance import Outcome
-from foretell.spec.budget import Controller, FixedBudget, Limit, Seat, limit
+from foretell.spec.budget import Controller, FixedBudget
 from foretell.spec.costs import Costs
 from foretell.spec.drafter import Ask, Commit, Drafter, KVGroup, Needs
+from foretell.spec.seats import Limit, Seat, limit
 from foretell.spec.tree import TokenTree, cut, depths, from_lists, roots
 from foretell.spec.verify import Outcome as Verified
 
@@ -96,7 +97,7 @@ class Drafting:
 
     # ---- a step, in order
 
-    def seat(self, sequence: Sequence, tokens_left: int) -> Seat:
+    def seat(self, sequence: Sequence, tokens_left: int, forced: tuple[int, ...] = ()) -> Seat:
         """What may be asked for now; every path of it could still be emitted."""
         length, limits = len(sequence.tokens), list[Limit]()
         for most, drafter in zip(self.most, self.drafters, strict=True):
@@ -109,7 +110,7 @@ class Drafting:
             k = min(most, self.k if sequence.k is None else sequence.k)
             limits.append(limit(min(k, self.k), needs.max_nodes, room, tokens_left))
         behind = [watch.behind(sequence) for watch in self.watches]
-        return Seat(sequence.slot, length, limits, behind)
+        return Seat(sequence.slot, length, limits, behind, forced)
 
     def propose(self, items: list[Item]) -> TokenTree:
         """Trees for all items. A drafter's mistake costs its drafts, never the text."""

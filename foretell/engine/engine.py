@@ -18,9 +18,10 @@ from foretell.engine.metrics import Metrics
 from foretell.engine.rows import Span, lay_out
 from foretell.engine.scheduler import Item, Scheduler
 from foretell.runtime.runner import Runtime
-from foretell.sequence import FinishReason, SamplingParams, Sequence
-from foretell.spec.budget import Seat
+from foretell.sequence import FinishReason, SamplingParams, Sequence, Step
 from foretell.spec.drafter import Commit, Drafter
+from foretell.spec.forced import MOST_FORCED, with_forced
+from foretell.spec.seats import Limit, Seat, limit
 from foretell.spec.tree import TokenTree, depths, roots
 
 log = logging.getLogger("foretell")
@@ -74,7 +75,7 @@ class Engine:
             config,
             self.cache,
             self._forget,
-            self._seat if self.drafting else None,
+            self._seat,
             self.drafting.budget if self.drafting else None,
         )
         self._inbox: deque[Sequence | str] = deque()
@@ -126,20 +127,14 @@ class Engine:
         if not items:
             return news
         with phase("propose"):
-            tree = self._propose(items)
+            tree = with_forced(self._propose(items), [item.forced for item in items])
         with phase("pack"):
             rows, spans = lay_out(items, tree, self._wants_prompt)
         with phase("forward"):
             output = self.runtime.forward_target(rows)
         with phase("sample"):
             choice = choose(
-                self.rule,
-                items,
-                spans,
-                tree,
-                output.logits,
-                self.end_ids,
-                self.threshold,
+                self.rule, items, spans, tree, output.logits, self.end_ids, self.threshold
             )
         try:
             with phase("commit"):
@@ -165,8 +160,7 @@ class Engine:
         except BaseException:  # Ctrl-C too: half-written sequences cannot go on
             self._give_up([item.sequence for item in items], "the step that made it failed")
             raise
-        self.metrics.num_steps += 1
-        self.metrics.num_rows += len(rows)
+        self.metrics.step(len(items), len(rows))
         return news
 
     # ---- stops of a step, in order
@@ -187,8 +181,15 @@ class Engine:
         return ended
 
     def _seat(self, sequence: Sequence) -> Seat:
-        assert self.drafting
-        return self.drafting.seat(sequence, self._tokens_left(sequence))
+        """What may be drafted now; every path of it could still be emitted."""
+        length, left = len(sequence.tokens), self._tokens_left(sequence)
+        forced = ()
+        if sequence.grammar and sequence.speculate:
+            room = self.runtime.max_model_len - length
+            forced = sequence.grammar.forced(limit(MOST_FORCED, MOST_FORCED, room, left).depth)
+        if self.drafting is None:
+            return Seat(sequence.slot, length, [Limit(0, 0)], [0], forced)
+        return self.drafting.seat(sequence, left, forced)
 
     def _tokens_left(self, sequence: Sequence) -> int:
         room = self.runtime.max_model_len - len(sequence.tokens)
@@ -235,7 +236,10 @@ class Engine:
                 [root + node for node, _ in moved],
                 [root + at for _, at in moved],
             )
-        self.metrics.count(sequence, depths(parents), min(count, len(outcome.path)), count)
+        accepted = min(count, len(outcome.path))
+        if sequence.trace is not None:
+            sequence.trace.append(Step(tokens, parents, outcome.path[:accepted]))
+        self.metrics.count(sequence, depths(parents), accepted, count)
 
     def _end(self, sequence: Sequence, token: int, ends: tuple[int, ...]) -> FinishReason | None:
         if token in ends:  # its text is not part of the answer

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from foretell.config import EngineConfig
 from foretell.engine.cache import PageCache
 from foretell.sequence import Sequence
-from foretell.spec.budget import Controller, FixedBudget, Seat
+from foretell.spec.budget import Controller, FixedBudget
+from foretell.spec.seats import Seat
 
 
 @dataclass
@@ -30,6 +31,8 @@ class Item:
     """Draft nodes on one path at most."""
     scheme: int = 0
     """Which of the engine's schemes drafts."""
+    forced: tuple[int, ...] = ()
+    """Draft tokens that the answer's grammar forces."""
 
     @property
     def reaches_end(self) -> bool:
@@ -43,7 +46,7 @@ class Scheduler:
         config: limits.
         cache: pages.
         on_leave: called with the slots of sequences that were preempted.
-        seat: the largest trees that a sequence may use now; None if nobody ever drafts.
+        seat: the largest trees that a sequence may use now.
         budget: who decides about their sizes.
     """
 
@@ -52,7 +55,7 @@ class Scheduler:
         config: EngineConfig,
         cache: PageCache,
         on_leave: Callable[[list[int]], None],
-        seat: Callable[[Sequence], Seat] | None,
+        seat: Callable[[Sequence], Seat],
         budget: FixedBudget | Controller | None = None,
     ) -> None:
         self.config = config
@@ -102,18 +105,20 @@ class Scheduler:
         while spare > 0 and (item := self._admit(spare)):
             items.append(item)
             spare -= item.num_run
-        if self.seat and items and all(item.num_run == 1 and item.reaches_end for item in items):
+        if items and all(item.num_run == 1 and item.reaches_end for item in items):
             self._give_budgets(items, [self.seat(item.sequence) for item in items])
         return items
 
     def _give_budgets(self, items: list[Item], seats: list[Seat]) -> None:
         grants = self.budget.choose(seats, self.config.max_num_batched_tokens - len(items))
-        for item, grant in zip(items, grants, strict=True):
+        for item, seat, grant in zip(items, seats, grants, strict=True):
             # A draft is never worth a preemption: it takes what pages are left.
             taken = len(item.sequence.tokens) + 1
-            item.budget = min(grant.nodes, self.cache.num_cells(item.sequence) - taken)
+            nodes = min(max(grant.nodes, grant.forced), self.cache.num_cells(item.sequence) - taken)
+            item.budget = min(nodes, grant.nodes)
             item.depth, item.scheme = min(grant.depth, item.budget), grant.scheme
-            self.cache.reserve(item.sequence, taken + item.budget)
+            item.forced = seat.forced[: min(nodes, grant.forced)]
+            self.cache.reserve(item.sequence, taken + nodes)
 
     def _admit(self, spare: int) -> Item | None:
         if not self.waiting or not self._free_slots:

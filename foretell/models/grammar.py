@@ -99,6 +99,16 @@ class Grammar:
         self._ahead.clear()
         return self._matcher.is_stopped()
 
+    def forced(self, most: int) -> tuple[int, ...]:
+        """Tokens that come next because the grammar leaves no other text, at most ``most``.
+
+        They spell that text as the tokenizer would. A model may spell it otherwise: these are
+        guesses, all but certain.
+        """
+        if most <= 0 or not self._lead([]) or self._matcher.is_stopped():
+            return ()
+        return tuple(self._matcher.compute_ff_tokens()[:most])
+
     @property
     def problem(self) -> str | None:
         """Why the parser gave up (a grammar may need too much work), None while it goes on."""

@@ -16,9 +16,8 @@ from foretell.sequence import Sequence
 from foretell.server.bridge import Flight
 from foretell.server.errors import ApiError
 from foretell.server.metrics import ServerMetrics
-from foretell.server.reply import DONE, Logprobs, Shape, event, usage
+from foretell.server.reply import DONE, Logprobs, Report, Shape, event, usage
 from foretell.server.tools import Calls
-from foretell.terminal import Origins
 
 log = logging.getLogger("foretell.server")
 
@@ -29,7 +28,7 @@ class Answering:
     Args:
         flight: what the engine works on.
         num_prompts: prompts in the request; each has the same number of answers.
-        report: say which pieces of text the draft supplied.
+        report: say what each step owed to the draft.
         calls: how the model calls tools, where it was told of any.
     """
 
@@ -51,9 +50,7 @@ class Answering:
         sequences = [follower.sequence for follower in flight.followers]
         self.splitters = [calls.splitter() if calls else None for _ in sequences]
         self.logprobs = [_logprobs(llm, sequence) for sequence in sequences]
-        self.origins = [
-            Origins(llm.tokenizer, s.tokens[: s.num_prompt]) if report else None for s in sequences
-        ]
+        self.reports = [Report(llm.tokenizer, s) if report else None for s in sequences]
 
     async def whole(self, request: Request) -> Response:
         """The answer in one body; a client that goes away ends it."""
@@ -87,7 +84,7 @@ class Answering:
                 for index in range(len(self.flight.results)):
                     yield self.shape.chunk([self.shape.first(index)], **more)
             async for index, delta in self.flight.deltas():
-                of_answer = self.logprobs[index], self.origins[index], self.splitters[index]
+                of_answer = self.logprobs[index], self.reports[index], self.splitters[index]
                 part = self.shape.part(index, delta, *of_answer)
                 if part is not None:
                     yield self.shape.chunk([part], **more)

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -19,6 +19,7 @@ import foretell
 from foretell.config import ServerConfig, parse_memory
 from foretell.llm import LLM
 from foretell.sequence import SamplingParams, Sequence
+from foretell.server import schema
 from foretell.server.answers import Answering, EventStream
 from foretell.server.bridge import Bridge
 from foretell.server.errors import (
@@ -41,9 +42,10 @@ from foretell.server.protocol import (
 from foretell.server.reply import Shape
 from foretell.server.tools import Calls
 
-PAGE = Path(__file__).with_name("page.html")
+PAGE = Path(__file__).with_name("page")
+PAGE_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 PAGE_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
@@ -113,6 +115,7 @@ class Service:
             raise refusal from None
         for sequence in made:
             sequence.k, sequence.prediction = request.speculation.k, prediction
+            sequence.trace = [] if request.speculation.trace else None
         return made
 
     def _check_speculation(self, request: Asked) -> None:
@@ -153,7 +156,7 @@ class Service:
             flight,
             Shape(chat, name, self.name),
             num_prompts=num_prompts,
-            report=request.speculation.report,
+            report=request.speculation.told,
             calls=calls,
             notes=http.state.notes,
         )
@@ -225,6 +228,7 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
+        responses=schema.ERRORS,
     )
     app.state.service = service
     _add_errors(app)
@@ -236,31 +240,36 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
             allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    max_body = int(parse_memory(config.max_body))
-    app.add_middleware(Guard, api_key=config.api_key, max_body=max_body, metrics=service.metrics)
+    app.add_middleware(
+        Guard,
+        api_key=config.api_key,
+        max_body=int(parse_memory(config.max_body)),
+        host=config.host,
+        metrics=service.metrics,
+    )
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", **schema.answers(schema.ChatCompletion, schema.EVENTS))
     async def chat_completions(http: Request, request: ChatRequest) -> Response:
         """Answers a conversation."""
         return await service.answer(http, request)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", **schema.answers(schema.Completion, schema.EVENTS))
     async def completions(http: Request, request: CompletionRequest) -> Response:
         """Goes on from a text, or from each of several."""
         return await service.answer(http, request)
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", **schema.answers(schema.Models))
     async def models() -> dict[str, Any]:
         """The one model that is served."""
         return {"object": "list", "data": [service.model()]}
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", **schema.answers(schema.Model))
     async def one_model(name: str) -> dict[str, Any]:
         """The one model that is served."""
         service.check_model(name)
         return service.model()
 
-    @app.post("/tokenize")
+    @app.post("/tokenize", **schema.answers(schema.Tokens))
     async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
         """Token ids of a text or of a conversation."""
         service.check_model(request.model)
@@ -272,7 +281,7 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
         length = llm.engine.runtime.max_model_len
         return {"tokens": ids, "count": len(ids), "max_model_len": length}
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", **schema.answers(schema.Text))
     async def detokenize(request: DetokenizeRequest) -> dict[str, Any]:
         """Text of token ids, special ones included."""
         service.check_model(request.model)
@@ -283,20 +292,30 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
                 raise bad_request(message, "tokens")
         return {"prompt": service.tokenizer.decode(request.tokens, skip_special=False)}
 
-    @app.get("/health")
+    @app.get("/health", responses={code: {"model": schema.Health} for code in (200, 503)})
     async def health() -> JSONResponse:
         """200 while requests are taken, else 503."""
         return JSONResponse(service.health(), 503 if service.bridge.stopped else 200)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """For Prometheus."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
+    parts = {path.name: path for path in PAGE.iterdir()}
+
     @app.get("/", include_in_schema=False)
-    async def page() -> HTMLResponse:
-        headers = {"Content-Security-Policy": PAGE_POLICY, "X-Content-Type-Options": "nosniff"}
-        return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers=headers)
+    @app.get("/page/{name}", include_in_schema=False)
+    async def page(name: str = "index.html") -> Response:
+        if name not in parts:
+            raise ApiError(404, f"the page has no part {name!r}", code="not_found")
+        headers = {
+            "Content-Security-Policy": PAGE_POLICY,
+            "X-Content-Type-Options": "nosniff",
+            "Cache-Control": "no-cache",
+        }
+        kind = PAGE_TYPES[parts[name].suffix]
+        return Response(parts[name].read_bytes(), headers=headers, media_type=kind)
 
     return app
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import Request
@@ -11,6 +12,7 @@ from starlette.exceptions import HTTPException
 
 _TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
@@ -29,6 +31,7 @@ class ApiError(Exception):
         param: the field of the request that is to blame.
         code: for programs.
         retry_after: seconds until it makes sense to ask again.
+        headers: more of them.
     """
 
     def __init__(
@@ -39,10 +42,15 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
-        self.retry_after = retry_after
+        self.headers = dict(headers or {})
+        if retry_after is not None:
+            self.headers["Retry-After"] = str(retry_after)
+        if status == 401:
+            self.headers["WWW-Authenticate"] = "Bearer"
 
     @property
     def body(self) -> dict[str, Any]:
@@ -54,11 +62,6 @@ class ApiError(Exception):
                 "code": self.code,
             }
         }
-
-    @property
-    def headers(self) -> dict[str, str]:
-        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
-        return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body, self.status, headers=self.headers)
@@ -103,5 +106,5 @@ def of_http(error: HTTPException, request: Request) -> ApiError:
         return ApiError(404, f"there is nothing at {request.url.path}", code="not_found")
     if error.status_code == 405:
         message = f"{request.url.path} does not take {request.method}"
-        return ApiError(405, message, code="method_not_allowed")
+        return ApiError(405, message, code="method_not_allowed", headers=error.headers)
     return ApiError(error.status_code, str(error.detail))

@@ -9,6 +9,7 @@ import re
 import secrets
 import sys
 import time
+from ipaddress import ip_address
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -19,9 +20,17 @@ from foretell.server.metrics import ServerMetrics
 
 log = logging.getLogger("foretell.server.requests")
 OPEN = {"/", "/health", "/openapi.json"}
-"""Paths that need no key: they tell nothing of what is asked."""
+"""Paths that need no key, beside the page's parts: they tell nothing of what is asked."""
 _METHODS = {"GET", "POST", "OPTIONS", "HEAD"}
 _ID = re.compile(r"[\w.:-]{1,64}")
+
+
+def _is_local(host: str) -> bool:
+    """Is it a name or an address of this machine itself?"""
+    try:
+        return host == "localhost" or ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 class Guard:
@@ -30,12 +39,15 @@ class Guard:
     Args:
         api_key: None lets everybody in.
         max_body: bytes.
+        host: that the server listens on. Without a key and on this machine alone, requests must
+            name this machine too: a web page whose name was made to point here is turned away.
     """
 
     def __init__(
-        self, app: ASGIApp, api_key: str | None, max_body: int, metrics: ServerMetrics
+        self, app: ASGIApp, api_key: str | None, max_body: int, host: str, metrics: ServerMetrics
     ) -> None:
         self.app = app
+        self.only_local = api_key is None and _is_local(host)
         self.key = None if api_key is None else f"Bearer {api_key}".encode()
         self.max_body = max_body
         self.metrics = metrics
@@ -85,11 +97,17 @@ class Guard:
 
     def _refuse(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
         preflight = scope["method"] == "OPTIONS"  # carries no key by its nature, and does nothing
-        if self.key is not None and scope["path"] not in OPEN and not preflight:
+        path = scope["path"]
+        free = path in OPEN or path.startswith("/page/") or preflight
+        if self.key is not None and not free:
             given = headers.get(b"authorization", b"")
             if not hmac.compare_digest(given, self.key):
                 message = "send the server's key as Authorization: Bearer KEY"
                 return ApiError(401, message, code="invalid_api_key")
+        named = headers.get(b"host", b"").decode("latin-1")
+        if self.only_local and not _is_local(re.sub(r":\d*$", "", named)):
+            message = f"this server answers to localhost only, not to {named!r}; with --api-key it "
+            return ApiError(403, message + "answers to every name", code="unknown_host")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self.max_body:
             return ApiError(413, self._too_large, code="body_too_large")

@@ -29,6 +29,9 @@ class ServerMetrics:
         self.answers = Counter(
             "foretell_answers", "Answers ended, by reason.", ["finish_reason"], **make
         )
+        self.prompt_tokens = Counter(
+            "foretell_prompt_tokens", "Tokens of prompts, of each answer.", **make
+        )
         self.ttft = Histogram(
             "foretell_time_to_first_token_seconds", "From arrival.", buckets=_SLOW, **make
         )
@@ -50,6 +53,7 @@ class ServerMetrics:
                 continue
             self.answers.labels(str(result.finish_reason)).inc()
             stats = result.stats
+            self.prompt_tokens.inc(stats.num_prompt_tokens)
             if stats.first_token is None or stats.last_token is None:
                 continue
             self.ttft.observe(stats.ttft)
@@ -73,6 +77,11 @@ class _EngineCounters:
         yield _counter("engine_steps", "Target passes.", m.num_steps)
         yield _counter("engine_rows", "Rows of all target passes.", m.num_rows)
         yield _counter("generated_tokens", "Tokens of answers.", m.emitted)
+        yield _counter(
+            "answer_passes",
+            "Target passes, counted for each answer: generated tokens by passes is tau.",
+            m.num_passes,
+        )
         yield _counter("failed_answers", "Answers that ended with an error.", m.num_failed)
         yield _counter("preemptions", "For want of pages.", engine.scheduler.num_preemptions)
         yield _counter("drafter_errors", "Steps that lost their drafts.", m.drafter_errors)

@@ -38,7 +38,13 @@ class Speculation(Strict):
     k: int | None = Field(default=None, ge=1, le=63)
     """Fewer draft tokens a step than the server's own k."""
     report: bool = False
-    """Add to each chunk which pieces of text the draft supplied."""
+    """Add to each chunk of a stream which pieces of text the draft supplied."""
+    trace: bool = False
+    """Add the draft tree of each step as well."""
+
+    @property
+    def told(self) -> bool:
+        return self.report or self.trace
 
 
 class Asked(Strict):
@@ -92,6 +98,10 @@ class Asked(Strict):
     def _go_together(self) -> Asked:
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options is for stream=true; leave it out", "stream_options")
+        if self.speculation.told and not self.stream:
+            name = "report" if self.speculation.report else "trace"
+            message = f"speculation.{name} is for stream=true; leave it out"
+            raise bad_request(message, f"speculation.{name}")
         return self
 
     def params(self, **more: Any) -> SamplingParams:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from foretell.answer import Delta, Result
-from foretell.sequence import Logprob
+from foretell.sequence import Logprob, Sequence, Step
 from foretell.server.tools import Splitter
 from foretell.terminal import Origins
 
@@ -108,6 +108,38 @@ def _finite(value: float) -> float:
     return value if math.isfinite(value) else -9999.0  # JSON has no infinity
 
 
+class Report:
+    """What each step of one answer owed to the draft.
+
+    Args:
+        tokenizer: of the model.
+        sequence: the answer; its draft trees are told if it keeps them.
+    """
+
+    def __init__(self, tokenizer: Any, sequence: Sequence) -> None:
+        self.tokenizer, self.traced = tokenizer, sequence.trace is not None
+        self._origins = Origins(tokenizer, sequence.tokens[: sequence.num_prompt])
+
+    def of(self, delta: Delta) -> dict[str, Any]:
+        pieces = self._origins.split(delta.text, delta.token_ids, delta.from_draft)
+        found: dict[str, Any] = {
+            "pieces": [[text, drafted] for text, drafted in pieces],
+            "from_draft": delta.from_draft,
+        }
+        if self.traced:
+            found["trees"], rest = [], delta.token_ids
+            for step in delta.steps:
+                rest = rest[len(step.accepted) :]
+                own, rest = rest[:1], rest[1:]
+                found["trees"].append(self._tree(step, own))
+        return found
+
+    def _tree(self, step: Step, own: list[int]) -> dict[str, Any]:
+        texts = [self.tokenizer.decode([token], skip_special=False) for token in step.tokens]
+        said = self.tokenizer.decode(own, skip_special=False) if own else None
+        return {"texts": texts, "parents": step.parents, "accepted": step.accepted, "own": said}
+
+
 class Shape:
     """Chat or plain completion: how choices are spelled.
 
@@ -166,7 +198,7 @@ class Shape:
         index: int,
         delta: Delta,
         logprobs: Logprobs | None,
-        origins: Origins | None,
+        report: Report | None,
         splitter: Splitter | None,
     ) -> dict[str, Any] | None:
         """What is new, as an entry of a chunk; None where there is nothing to tell."""
@@ -177,7 +209,7 @@ class Shape:
             if end:
                 rest, calls = splitter.end()
                 text, end = text + rest, "tool_calls" if calls else end
-        if not (text or end or origins or (logprobs and delta.token_ids)):
+        if not (text or end or report or (logprobs and delta.token_ids)):
             return None
         entry: dict[str, Any] = {"index": index}
         if self.chat:
@@ -190,10 +222,6 @@ class Shape:
             entry["text"] = text
             entry["logprobs"] = logprobs.completion(delta.logprobs) if logprobs else None
         entry["finish_reason"] = end
-        if origins is not None:
-            pieces = origins.split(delta.text, delta.token_ids, delta.from_draft)
-            entry["speculation"] = {
-                "pieces": [[text, drafted] for text, drafted in pieces],
-                "from_draft": delta.from_draft,
-            }
+        if report is not None:
+            entry["speculation"] = report.of(delta)
         return entry

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Iterator
 from typing import Any
 
 from foretell.models.tokenizer import Tokenizer
@@ -74,6 +75,16 @@ class Calls:
         return Splitter(self)
 
 
+def _objects(text: str) -> Iterator[Any]:
+    """JSON objects, in a list or one behind the other with a semicolon between them, as Llama's
+    models write several calls."""
+    text = text.strip()
+    while text:
+        read, end = json.JSONDecoder().raw_decode(text)
+        yield from read if isinstance(read, list) else [read]
+        text = text[end:].lstrip("; \n")
+
+
 class Splitter:
     """Tells calls from text in one answer, as it comes."""
 
@@ -108,10 +119,9 @@ class Splitter:
         found: list[dict[str, Any]] = []
         try:
             for part in parts:
-                read = json.loads(part)
-                for call in read if isinstance(read, list) else [read]:
+                for call in _objects(part):
                     found.append(self._call(call["name"], call[self._calls.arguments]))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return held, []
         return ("", found) if found else (held, [])
 

@@ -1,9 +1,8 @@
 """How many draft tokens each sequence may have in a step, and of which scheme.
 
 `Controller` maximises expected tokens for each second: tokens from what was accepted lately
-(`foretell.spec.acceptance`), seconds from what steps took lately (`foretell.spec.costs`). Sizes are
-raised one rung at a time, always where a row of the target's pass is expected to give most, and the
-best prefix of that order wins: TurboSpec (2406.14066) with the order of DSpark (2607.05147).
+(`foretell.spec.acceptance`), seconds from what steps took lately (`foretell.spec.costs`), and the
+best of what these promise (`foretell.spec.choice`).
 
 Nothing here depends on a draft that is being decided about, only on steps that are over: sampled
 drafts stay exact (non-anticipation, schemes.md 2.1).
@@ -13,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from foretell.spec.acceptance import Acceptance, Outcome
+from foretell.spec.choice import Choice
 from foretell.spec.costs import Costs
+from foretell.spec.seats import Grant, Limit, Seat, within
 
 KEPT = 8
 """Most steps that a choice serves, if it was the same as before and the same sequences run."""
@@ -25,53 +25,6 @@ PROBES = 0.01
 now; two thirds for each in vain, down to a third."""
 FREE_PROBES, MOST_FREE_PROBES = 4, 16
 """Tries that a scheme has before it must pay, and those that it can win by being right."""
-PAID_AT_ONCE = 4
-"""Tokens that a drafter is behind and catches up with in an ordinary step; what is more is an
-investment that pays over `PAID_BACK` steps."""
-PAID_BACK = 32
-
-
-class Limit(NamedTuple):
-    """The largest useful tree of one sequence."""
-
-    nodes: int
-    """The root not counted."""
-    depth: int
-    """Nodes on one path, the root not counted."""
-
-
-def limit(k: int, max_nodes: int, room: int, tokens_left: int) -> Limit:
-    """What an answer's end limits is depth: only one path is ever taken, so a tree may stay wide.
-
-    Args:
-        k: what the user asked for.
-        max_nodes: what the scheme can do.
-        room: positions left before the context limit (the target's or the drafter's).
-        tokens_left: tokens the answer may still have; the target adds one of them itself.
-    """
-    nodes = min(k, max_nodes)
-    depth = max(0, min(nodes, room, tokens_left - 1))
-    return Limit(nodes if depth else 0, depth)
-
-
-class Seat(NamedTuple):
-    """A sequence in a step."""
-
-    slot: int
-    keys: int
-    """Tokens that it has."""
-    limits: list[Limit]
-    """For each scheme."""
-    behind: list[int]
-    """Tokens that each scheme has not observed yet."""
-
-
-class Grant(NamedTuple):
-    """What a sequence may have."""
-
-    nodes: int = 0
-    depth: int = 0
-    scheme: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,11 +33,13 @@ class FixedBudget:
 
     def choose(self, seats: SequenceOf[Seat], rows: int) -> list[Grant]:
         """As `Controller.choose`, always the first scheme."""
-        shares = self.share([seat.limits[0].nodes for seat in seats], rows, False)
-        return [
-            Grant(nodes, min(nodes, seat.limits[0].depth))
-            for seat, nodes in zip(seats, shares, strict=True)
-        ]
+        most = [max(seat.limits[0].nodes, len(seat.forced)) for seat in seats]
+        grants: list[Grant] = []
+        for seat, share in zip(seats, self.share(most, rows, False), strict=True):
+            nodes, depth = seat.limits[0]
+            nodes = min(nodes, share)
+            grants.append(Grant(nodes, min(nodes, depth), 0, min(share, len(seat.forced))))
+        return grants
 
     def share(self, limits: SequenceOf[int], rows: int, prefills: bool) -> list[int]:
         """Divides the rows of one pass that are left for draft tokens.
@@ -143,9 +98,11 @@ class Controller:
         Returns:
             [B], each within its limit, their nodes at most ``rows`` in all.
         """
+        if any(seat.forced for seat in seats):
+            return self._beside_forced(seats, rows)
         slots, before = [seat.slot for seat in seats], self._kept
         if slots == before[0] and self._age < self._patience:
-            grants = [_within(grant, seat) for grant, seat in zip(before[1], seats, strict=True)]
+            grants = [within(grant, seat) for grant, seat in zip(before[1], seats, strict=True)]
             if sum(grant.nodes for grant in grants) <= rows:
                 self._age += 1
                 return self._probe(seats, grants, rows)
@@ -154,6 +111,14 @@ class Controller:
         self._patience = min(2 * self._patience, KEPT) if settled else 1 + len(seats) // 8
         self._kept, self._age = (slots, grants), 1
         return self._probe(seats, list(grants), rows)
+
+    def _beside_forced(self, seats: SequenceOf[Seat], rows: int) -> list[Grant]:
+        """What is forced is certain and costs no draft: it comes before everything else."""
+        none = [Limit(0, 0)] * len(self.schemes)
+        others = [seat._replace(limits=none, forced=()) if seat.forced else seat for seat in seats]
+        shares = FixedBudget().share([len(seat.forced) for seat in seats], rows, False)
+        grants = self.choose(others, rows - sum(shares))
+        return [grant._replace(forced=n) for grant, n in zip(grants, shares, strict=True)]
 
     def _probe(self, seats: SequenceOf[Seat], grants: list[Grant], rows: int) -> list[Grant]:
         """Lets a scheme that is off draft for one sequence, if that can be afforded."""
@@ -171,7 +136,7 @@ class Controller:
         b = min(able, key=lambda b: (seats[b].behind[m] // 8, (seats[b].slot - self._turn) % 64))
         ladder, seat = self.schemes[m].ladder, seats[b]
         rung = min(2, len(ladder.nodes) - 1)
-        probe = _within(Grant(ladder.nodes[rung], ladder.depth[rung], m), seat)
+        probe = within(Grant(ladder.nodes[rung], ladder.depth[rung], m), seat)
         others = [grant if i != b and self.mixed else Grant() for i, grant in enumerate(grants)]
         used = sum(grant.nodes for grant in others)
         lost = sum(grant.nodes for grant in grants) - used
@@ -192,11 +157,11 @@ class Controller:
         if not (grants[b].nodes and grants[b].scheme == m and grants[b].nodes in ladder.nodes):
             return grants
         rung = min(ladder.nodes.index(grants[b].nodes) + 2, len(ladder.nodes) - 1)
-        longer = _within(Grant(ladder.nodes[rung], ladder.depth[rung], m), seats[b])
+        longer = within(Grant(ladder.nodes[rung], ladder.depth[rung], m), seats[b])
         more = longer.nodes - grants[b].nodes
         used = sum(grant.nodes for grant in grants)
         if more > 0 and used + more <= rows:
-            seat = Seat(seats[b].slot, seats[b].keys, seats[b].limits, [0] * len(self.schemes))
+            seat = seats[b]._replace(behind=[0] * len(self.schemes))
             price = self._price(longer, seat, used + len(seats)) - self._price(
                 grants[b], seat, used + len(seats)
             )
@@ -277,164 +242,3 @@ def _alike(one: list[Grant], other: list[Grant]) -> bool:
     """Do budgets differ by less than a fifth of the rows of the pass?"""
     change = sum(abs(a.nodes - b.nodes) for a, b in zip(one, other, strict=True))
     return 5 * change < len(one) + sum(grant.nodes for grant in one)
-
-
-def _within(grant: Grant, seat: Seat) -> Grant:
-    limit = seat.limits[grant.scheme]
-    if grant.nodes <= limit.nodes and grant.depth <= limit.depth:
-        return grant
-    depth = min(grant.depth, limit.depth)
-    chain = grant.nodes == grant.depth
-    nodes = min(grant.nodes, limit.nodes, depth if chain else grant.nodes) if depth else 0
-    return Grant(nodes, min(depth, nodes), grant.scheme)
-
-
-class _Rung(NamedTuple):
-    """One more step up a sequence's ladder."""
-
-    worth: float
-    """Tokens for each row, never more than the rung below."""
-    tokens: float
-    rows: float
-    """Both times the chance that there is a draft."""
-    nodes: int
-    depth: int
-    """Of the tree with this rung."""
-
-
-class Choice:
-    """One step's decision.
-
-    Args:
-        schemes: [M]
-        seats: [B]
-        rows: most draft tokens in all.
-    """
-
-    def __init__(
-        self,
-        schemes: SequenceOf[Acceptance],
-        costs: Costs,
-        seats: SequenceOf[Seat],
-        rows: int,
-    ) -> None:
-        self.costs, self.seats, self.room = costs, seats, rows
-        self.attention = costs.keys((sum(seat.keys for seat in seats), 0))
-        self.plain = costs.base(len(seats)) + self.attention
-        # Whatever is chosen, a second is worth at least as much as in plain decoding.
-        self.slope = costs.slope(len(seats))
-        self.reach = costs.reach(sum(seat.keys for seat in seats))
-        least = len(seats) / self.plain * self.slope
-        self.rungs = [
-            [_rungs(scheme, m, seat, least) for seat in seats] for m, scheme in enumerate(schemes)
-        ]
-
-    def best(self, mixed: bool) -> tuple[float, list[Grant]]:
-        """Expected tokens a second, and the budgets [B]."""
-        batch, schemes = len(self.seats), range(len(self.rungs))
-        rate, counts, assigned = batch / self.plain, [0] * batch, [0] * batch
-        options = [[m] * batch for m in schemes]
-        for option in options:
-            if (found := self.fill(option))[0] > rate:
-                (rate, counts), assigned = found, option
-        if mixed and len(options) > 1 < batch:
-            option = self.each_best(rate)
-            if option not in options and (found := self.fill(option))[0] > rate:
-                (rate, counts), assigned = found, option
-        grants: list[Grant] = []
-        for b, (m, count) in enumerate(zip(assigned, counts, strict=True)):
-            rungs = self.rungs[m][b][:count]
-            nodes = sum(rung.nodes for rung in rungs)
-            depth = min(rungs[-1].depth, self.seats[b].limits[m].depth) if rungs else 0
-            grants.append(Grant(nodes, depth, m))
-        return rate, grants
-
-    def fill(self, assigned: list[int]) -> tuple[float, list[int]]:
-        """The best budgets if each sequence has the scheme [B] that it is given here.
-
-        Returns:
-            Expected tokens a second, and how many rungs each sequence gets [B].
-        """
-        costs, seats, batch = self.costs, self.seats, len(self.seats)
-        order = [
-            (-rung.worth, b, r)
-            for b, m in enumerate(assigned)
-            for r, rung in enumerate(self.rungs[m][b])
-        ]
-        order.sort()
-        propose = [terms.weights for terms in costs.propose]
-        observe = [terms.weights for terms in costs.observe]
-        per_key = costs.keys.weights[1]
-        levels = [0] * len(propose)
-        tokens, rows, drafting, room = float(batch), float(batch), self.attention, self.room
-        best, length = 0.0, 0
-        for place, (worth, b, r) in enumerate(order, 1):
-            if -worth < best * self.slope:  # nor is anything behind it
-                break
-            m, seat = assigned[b], seats[b]
-            rung = self.rungs[m][b][r]
-            room -= rung.nodes
-            if room < 0:
-                break
-            call, level, node = propose[m]
-            drafting += (node + per_key * seat.keys) * rung.rows
-            if rung.depth > levels[m]:  # all go level by level together
-                if not levels[m]:
-                    drafting += call + observe[m][0]
-                drafting += level * self.reach * (rung.depth - levels[m])
-                levels[m] = rung.depth
-            if not r:
-                drafting += observe[m][1] * _late(seat.behind[m])
-            tokens += rung.tokens
-            rows += rung.rows
-            rate = tokens / (costs.base(rows) + drafting)
-            if rate > best:
-                best, length = rate, place
-        counts = [0] * batch
-        for _, b, _ in order[:length]:
-            counts[b] += 1
-        return best, counts
-
-    def each_best(self, rate: float) -> list[int]:
-        """[B] the scheme that is worth most to each sequence where a second is worth ``rate``."""
-        costs, batch = self.costs, len(self.seats)
-        row = costs.slope(batch)
-        out: list[int] = []
-        for b, seat in enumerate(self.seats):
-            best, chosen = 0.0, 0
-            for m, of_all in enumerate(self.rungs):
-                call, level, node = costs.propose[m].weights
-                once, late = costs.observe[m].weights
-                net = -rate * ((call + once) / batch + late * _late(seat.behind[m]))
-                for rung in of_all[b]:
-                    net += rung.tokens - rate * ((row + node) * rung.rows)
-                    if net - rate * level * self.reach * rung.depth / batch > best:
-                        best, chosen = net - rate * level * self.reach * rung.depth / batch, m
-            out.append(chosen)
-        return out
-
-
-def _rungs(scheme: Acceptance, m: int, seat: Seat, least: float) -> list[_Rung]:
-    limit, ladder = seat.limits[m], scheme.ladder
-    if not limit.nodes:
-        return []
-    expected, found = scheme.expected(seat.slot, least)
-    out: list[_Rung] = []
-    tokens, nodes, worth = 0.0, 0, 1e9
-    for r, total in enumerate(expected):
-        size, depth = ladder.nodes[r], ladder.depth[r]
-        # A chain is never longer than what may still be emitted; a tree is cut there.
-        if size > limit.nodes or (ladder.is_chain and depth > limit.depth):
-            break
-        more = size - nodes
-        worth = min(worth, (total - tokens) / more)
-        if worth <= least:
-            break
-        out.append(_Rung(worth, found * (total - tokens), found * more, more, depth))
-        tokens, nodes = total, size
-    return out
-
-
-def _late(behind: int) -> float:
-    """Tokens to catch up with, as far as this step is to pay for them."""
-    return behind if behind <= PAID_AT_ONCE else PAID_AT_ONCE + (behind - PAID_AT_ONCE) / PAID_BACK

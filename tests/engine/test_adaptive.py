@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from foretell.config import SpeculationConfig
-from foretell.spec.budget import Grant, limit
+from foretell.spec.seats import Grant, limit
 from tests import heads, tiny
 from tests.engine.test_same_text import PROMPTS, SETTINGS, plain, speculative
 from tests.fakes import Scripted

@@ -9,7 +9,7 @@ from foretell.config import EngineConfig
 from foretell.engine.cache import PageCache
 from foretell.engine.scheduler import Scheduler
 from foretell.sequence import FinishReason, SamplingParams, Sequence
-from foretell.spec.budget import Limit, Seat
+from foretell.spec.seats import Limit, Seat
 
 
 def make(pages=64, page_size=4, seqs=4, rows=16, limit=0):

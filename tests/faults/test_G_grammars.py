@@ -155,3 +155,47 @@ def test_schemas_over_http():
             assert answer.status_code == 400
             error = answer.json()["error"]
             assert "response_format" in error["message"] + error["param"], error
+
+
+KEYS = {"FULL_NAME_OF_THE_PERSON": {"enum": ["X", "Y"]}, "COUNTRY_OF_BIRTH": {"enum": ["U", "V"]}}
+LONG_KEYS = json.dumps({"type": "object", "properties": KEYS, "required": [*KEYS],
+                        "additionalProperties": False})  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", [None, *SCHEMES])
+def test_what_the_grammar_forces_is_drafted_for_free(scheme, monkeypatch):
+    ids = rig.model().tokenizer.encode("x")
+    plain, engine = rig.llm(), rig.llm(scheme)
+    for own in [params(LONG_KEYS, seed=seed, max_tokens=200) for seed in range(4)]:
+        (expected,) = plain.generate("x", own, speculate=False)
+        assert expected.stats.drafted == 0
+        monkeypatch.setattr(Scripted, "answers", {tuple(ids): [*expected.token_ids, 1, 90]})
+        monkeypatch.setattr(Scripted, "eos", (1,))
+        (got,) = engine.generate("x", own)
+        assert (got.token_ids, got.text) == (expected.token_ids, expected.text)
+        assert got.stats.tau > 1.5
+        if scheme is None:  # no letter of these keys can be spelled in two ways
+            assert got.stats.accepted == got.stats.drafted > 20
+    tiny.check_idle(engine)
+
+
+@pytest.mark.parametrize("room", range(1, 12))
+def test_forced_tokens_stay_within_the_limits(room):
+    own = params('start: "ABCDEFGHIJKL" /[xyz]+/', max_tokens=room, temperature=0)
+    (expected,) = rig.llm().generate("x", own, speculate=False)
+    engine = rig.llm()
+    (got,) = engine.generate("x", own)
+    assert (got.text, got.finish_reason) == (expected.text, "length")
+    assert engine.engine.metrics.num_rows <= room, "drafts that could never come out"
+    near = rig.llm(max_model_len=1 + room).generate("x", params(own.grammar, max_tokens=None))
+    assert near[0].text == expected.text
+    other = rig.llm(rig.LOOKUP, max_num_batched_tokens=16, max_num_seqs=4)
+    assert other.generate(["x"] * 4, own)[3].text == expected.text
+
+
+def test_forced_tokens_under_rejection_keep_the_text_legal():
+    engine = rig.llm("draft-model:weights=target,k=3,verification=rejection")
+    for seed in range(5):
+        (result,) = engine.generate("x", params(LONG_KEYS, seed=seed, max_tokens=200))
+        assert set(json.loads(result.text)) == set(KEYS)
+    assert engine.engine.metrics.drafter_errors == 0

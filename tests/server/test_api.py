@@ -123,6 +123,37 @@ def test_pieces_say_who_supplied_the_text(server):
     assert sum(drafted) == usage["completion_tokens_details"]["accepted_prediction_tokens"] > 0
 
 
+def test_a_trace_tells_each_steps_tree(server):
+    letters = server.post("/tokenize", prompt="ABCD").json()["tokens"]
+    body = {"prompt": PROMPT, "max_tokens": 40, "seed": 1, "allowed_token_ids": letters}
+    events = server.stream("/v1/completions", speculation={"trace": True}, **body)
+    found = [event["choices"][0]["speculation"] for event in events]
+    assert max(len(step["trees"]) for step in found) == 1
+    last, drafted, accepted = PROMPT[-1:], 0, 0
+    for step in found:
+        for tree in step["trees"]:
+            assert len(tree["texts"]) == len(tree["parents"]) > 0
+            assert tree["parents"][0] == -1
+            assert tree["texts"][0].endswith(last)
+            path = [0, *tree["accepted"]]
+            assert [tree["parents"][node] for node in path] == [-1, *path[:-1]]
+            assert len(tree["accepted"]) == sum(step["from_draft"])
+            guessed = "".join(tree["texts"][node] for node in tree["accepted"])
+            assert guessed == "".join(text for text, drafted in step["pieces"] if drafted)
+            drafted += len(tree["texts"]) - 1
+            accepted += len(tree["accepted"])
+            last = "".join(text for text, _ in step["pieces"])[-1:]
+    usage = server.complete(**body)["usage"]["completion_tokens_details"]
+    assert accepted == usage["accepted_prediction_tokens"] > 0
+    assert drafted >= accepted + usage["rejected_prediction_tokens"] > accepted
+    for name in ("trace", "report"):
+        answer = server.post("/v1/completions", **body, speculation={name: True})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == f"speculation.{name}"
+    untold = server.stream("/v1/completions", speculation={"report": True}, **body)
+    assert all("trees" not in event["choices"][0]["speculation"] for event in untold)
+
+
 def test_a_prediction_is_drafted_from(server):
     letters = server.post("/tokenize", prompt="ABCDEFGHIJKLMNOPQRSTUVWXYZ").json()["tokens"]
     body = {"prompt": "xyz", "max_tokens": 40, "seed": 1, "allowed_token_ids": letters}

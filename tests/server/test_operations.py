@@ -69,6 +69,23 @@ def test_no_other_origin_may_read_unless_it_is_named():
         assert "access-control-allow-origin" not in other.headers
 
 
+def test_a_name_that_was_made_to_point_here_is_turned_away():
+    def asks(server, host: str) -> int:
+        return server.http.get("/v1/models", headers={"Host": host}).status_code
+
+    names = ("localhost", "localhost:8000", "127.0.0.1", "127.0.0.1:9", "[::1]:8000", "127.9.9.9")
+    others = ("evil.example", "evil.example:8000", "localhost.evil.example", "10.0.0.1", "", "[::")
+    with rig.running() as server:
+        assert [asks(server, name) for name in names] == [200] * len(names)
+        assert [asks(server, name) for name in others] == [403] * len(others)
+        check(server.http.get("/", headers={"Host": "a.example"}), 403, code="unknown_host")
+    with rig.running(api_key="k") as server:  # who knows the key may call it what he likes
+        headers = {"Host": "model.example", "Authorization": "Bearer k"}
+        assert server.http.get("/v1/models", headers=headers).status_code == 200
+    with rig.running(host="0.0.0.0") as server:
+        assert asks(server, "model.example") == 200
+
+
 def test_bodies_have_a_limit():
     with rig.running(max_body="10kB") as server:
         check(server.post("/v1/completions", prompt="x" * 20_000), 413)

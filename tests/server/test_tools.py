@@ -123,6 +123,10 @@ SAID = [
     (TAGGED, WRONG, WRONG, 0),
     (LISTED, f"<tool_call>[{CALL}, {CALL}]</tool_call>", "", 2),
     (LLAMA, CALL.replace("arguments", "parameters"), "", 1),
+    (LLAMA, f"{CALL}; {CALL}".replace("arguments", "parameters"), "", 2),
+    (LLAMA, f"{CALL} or so".replace("arguments", "parameters"),
+     f"{CALL} or so".replace("arguments", "parameters"), 0),
+    (TAGGED, "<tool_call>" + "[" * 100_000, "<tool_call>" + "[" * 100_000, 0),
     (LLAMA, "{x} is a set", "{x} is a set", 0),
     (LLAMA, "It is {x}", "It is {x}", 0),
 ]  # fmt: skip

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretell.spec.acceptance import Acceptance, Outcome, ladder
-from foretell.spec.budget import Controller, FixedBudget, Grant, Limit, Seat
+from foretell.spec.budget import Controller, FixedBudget
 from foretell.spec.costs import Costs, Terms
+from foretell.spec.seats import Grant, Limit, Seat
 from tests.spec.world import Draft, World, controller
 
 ROWS = [0.015, 0.04, 0.12]

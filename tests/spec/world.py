@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from foretell.spec.acceptance import Outcome
-from foretell.spec.budget import Controller, FixedBudget, Grant, Limit, Seat
+from foretell.spec.budget import Controller, FixedBudget
 from foretell.spec.costs import Costs
+from foretell.spec.seats import Grant, Limit, Seat
 
 Odds = Callable[[int, int], float]
 """``odds(slot, step)``: chance that one draft token is right after right ones."""
