@@ -31,6 +31,7 @@ class Flight:
         self.results: list[Result | None] = [None] * len(sequences)
         self.news: asyncio.Queue[list[tuple[int, Delta]] | ApiError] = asyncio.Queue()
         self.closed = False
+        self.timeout = timeout
         self._alarm = asyncio.get_running_loop().call_later(timeout, self._late)
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
@@ -46,6 +47,9 @@ class Flight:
             for index, delta in news:
                 if delta.result is not None:
                     self.results[index] = delta.result
+                    grammar = self.followers[index].sequence.grammar
+                    if grammar and grammar.problem:
+                        raise ApiError(400, f"grammar: {grammar.problem}", param="grammar")
                     if delta.result.error:
                         raise ApiError(500, delta.result.error, code="answer_failed")
                 yield index, delta

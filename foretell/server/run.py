@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import sys
 
@@ -21,6 +22,9 @@ def serve(llm: LLM, config: ServerConfig) -> None:
         ValueError: the address cannot be listened on.
     """
     app = create_app(llm, config)
+    # A file for each connection: as many as the system lets this process have.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with listen(config.host, config.port) as listening:
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
