@@ -20,13 +20,12 @@ from collections import Counter
 from pathlib import Path
 
 import httpx2 as httpx
-import uvicorn
 
 from foretell.config import ServerConfig
 from foretell.llm import LLM
 from foretell.sequence import SamplingParams
 from foretell.server.app import create_app
-from foretell.server.run import listen, uvicorn_config
+from foretell.server.run import Server, listen
 
 GRAMMAR = json.dumps(
     {
@@ -145,9 +144,7 @@ def main() -> None:
     clients: list[Client] = []
     sizes: list[float] = []
     with listen("127.0.0.1", 0) as listening:
-        config = uvicorn_config(app, ServerConfig())
-        config.log_level = "error"
-        server = uvicorn.Server(config)
+        server = Server(app, ServerConfig())
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
         while not server.started:
