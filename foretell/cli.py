@@ -11,7 +11,6 @@ import gc
 import json
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,11 +18,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import foretell
-from foretell.bench.run import BenchConfig
+from foretell.bench.cli import TraceFile, bench, certify
 from foretell.config import EngineConfig, ServerConfig
 from foretell.flags import from_fields
 from foretell.sequence import FinishReason, SamplingParams
-from foretell.terminal import Screen, chat, read_prompts, stats_line, stream
+from foretell.terminal import (
+    Screen,
+    chat,
+    get_model,
+    read_prompts,
+    stats_line,
+    stream,
+    traced,
+)
 
 if TYPE_CHECKING:
     from foretell.answer import Result
@@ -92,6 +99,7 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object a line, with statistics.")
     ] = False,
+    trace: TraceFile = None,
 ) -> None:
     """Answer one prompt or many."""
     if system and as_chat is False:
@@ -110,10 +118,11 @@ def generate(
     screen = Screen(show_draft=show_draft)
     if show_draft and not as_json:
         screen.note(screen.legend())
-    if len(ids) == 1 and sampling.n == 1 and not as_json:
-        results = [stream(llm, ids[0], sampling, screen, "answer")]
-    else:
-        results = llm.generate(ids, sampling, progress=sys.stderr.isatty())
+    with traced(llm, trace):
+        if len(ids) == 1 and sampling.n == 1 and not as_json:
+            results = [stream(llm, ids[0], sampling, screen, "answer")]
+        else:
+            results = llm.generate(ids, sampling, progress=sys.stderr.isatty())
     for i, result in enumerate(results):
         if as_json:
             print(json.dumps(_as_json(texts[i // sampling.n], result), ensure_ascii=False))
@@ -138,63 +147,20 @@ def chat_command(
     chat(_open(engine), sampling, Screen(show_draft=show_draft), system)
 
 
-@app.command()
-@from_fields(EngineConfig, BenchConfig, without=("speculation", "prefix_caching"))
-def bench(
-    engine: EngineConfig,
-    config: BenchConfig,
-    speculation: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="SCHEME[:NAME=VALUE,...]",
-            help="Scheme to compare with plain decoding; again for more. "
-            "prompt-lookup and draft-model:weights=int4 if not given.",
-        ),
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Spec-Bench JSONL in place of the workload that comes with foretell.",
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="INTEGER", help="At most so many conversations of each category."
-        ),
-    ] = None,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write everything measured to this file."),
-    ] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Tables in Markdown.")] = False,
-) -> None:
-    """Measure schemes against plain decoding. They take turns, prompt by prompt."""
-    _get(engine.model)
-    from foretell.bench.command import bench as measure
-
-    same_text = measure(
-        speculation or (),
-        config,
-        engine,
-        prompts=prompts,
-        limit=limit,
-        json=json_file,
-        as_markdown=markdown,
-    )
-    if not same_text:
-        raise typer.Exit(1)
+app.command("bench")(bench)
+app.command("certify")(certify)
 
 
 @app.command()
 @from_fields(EngineConfig, ServerConfig)
-def serve(engine: EngineConfig, server: ServerConfig) -> None:
+def serve(engine: EngineConfig, server: ServerConfig, trace: TraceFile = None) -> None:
     """Serve a model over HTTP, as OpenAI's API. The page at / shows speculation at work."""
     from foretell.server.run import serve as run
 
     key = server.api_key or os.environ.get("FORETELL_API_KEY") or None
-    run(_open(engine), dataclasses.replace(server, api_key=key))
+    llm = _open(engine)
+    with traced(llm, trace):
+        run(llm, dataclasses.replace(server, api_key=key))
 
 
 @app.command()
@@ -227,6 +193,24 @@ def demo(
         raise typer.Exit(1)
 
 
+@app.command(
+    add_help_option=False,
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    },
+)
+def train(context: typer.Context) -> None:
+    """Train a head for a model of your own, in stages."""
+    from foretell.train.cli import app as stages
+
+    status = typer.main.get_command(stages).main(
+        args=context.args or ["--help"], prog_name="foretell train", standalone_mode=False
+    )
+    raise typer.Exit(int(status or 0))
+
+
 # ---- helpers
 
 
@@ -247,7 +231,7 @@ def _load(config: EngineConfig) -> LLM:
         from foretell.drafters import check
 
         check(config.speculation)
-    _get(config.model)
+    get_model(config.model)
     status = contextlib.nullcontext()
     if sys.stderr.isatty():
         from rich.console import Console
@@ -257,16 +241,6 @@ def _load(config: EngineConfig) -> LLM:
         from foretell.llm import LLM
 
         return LLM(**_fields(config))
-
-
-def _get(model: str) -> None:
-    """Downloads the model now, where its bar has the terminal to itself."""
-    from foretell.models.hub import resolve
-
-    resolve(model)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    warnings.filterwarnings("ignore", "torch.quantize_per_tensor")  # nothing a user can act on
 
 
 def _fields(config: EngineConfig) -> dict[str, Any]:

@@ -222,7 +222,7 @@ class ServerConfig:
             raise ValueError(f"max_body={self.max_body!r}: must be a size such as 4MiB")
 
 
-def parse_memory(text: str) -> float | int:
+def parse_memory(text: str, name: str = "kv_memory") -> float | int:
     """A fraction as float in (0, 1], or a size as int bytes.
 
     Raises:
@@ -239,7 +239,7 @@ def parse_memory(text: str) -> float | int:
     if number > 0 and unit:
         base = 1024 if "i" in unit else 1000
         return int(number * base ** (" kmgt".index(unit[0]) if unit[0] in "kmgt" else 0))
-    raise ValueError(f"kv_memory={text!r}: a fraction such as 0.3 or a size such as 512MiB")
+    raise ValueError(f"{name}={text!r}: a fraction such as 0.3 or a size such as 512MiB")
 
 
 def home() -> Path:

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -213,3 +214,26 @@ def read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
     if any(not text for text in texts):
         raise ValueError("a prompt is empty: write something for the model to go on from")
     return texts
+
+
+def get_model(model: str) -> None:
+    """Downloads the model now, where its bar has the terminal to itself."""
+    from foretell.models.hub import resolve
+
+    resolve(model)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    warnings.filterwarnings("ignore", "torch.quantize_per_tensor")  # nothing a user can act on
+
+
+@contextmanager
+def traced(llm: LLM, path: Path | None) -> Iterator[None]:
+    """Writes the engine's steps to a trace meanwhile, where a path is given."""
+    if path is None:
+        yield
+        return
+    from foretell.engine.trace import Trace
+
+    with Trace(path) as trace:
+        llm.engine.metrics.trace_to(trace.track("engine"))
+        yield

@@ -4,7 +4,8 @@ architecture computes: plain float64, dense, without a cache."""
 from __future__ import annotations
 
 import json
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -59,16 +60,18 @@ def layer(g: torch.Generator, prefix: str, *, wide: bool = False, qk_norm: bool 
     return out
 
 
-def eagle(norms: bool = False, seed: int = 0) -> tuple[Tensors, dict[str, Any]]:
+def eagle(
+    norms: bool = False, seed: int = 0, vocab: int = tiny.VOCAB
+) -> tuple[Tensors, dict[str, Any]]:
     """EAGLE as published, or with its norms restored as our own."""
     g = torch.Generator().manual_seed(seed)
     tensors = layer(g, "layers.0.") | {
-        "embed_tokens.weight": _draw(g, tiny.VOCAB, HIDDEN),
+        "embed_tokens.weight": _draw(g, vocab, HIDDEN),
         "fc.weight": _draw(g, HIDDEN, 2 * HIDDEN),
         "fc.bias": _draw(g, HIDDEN),
     }
     if not norms:
-        return tensors, dict(SIZES)
+        return tensors, SIZES | {"vocab_size": vocab}
     tensors |= {
         f"{name}.weight": _norm(g, HIDDEN)
         for name in (
@@ -79,13 +82,16 @@ def eagle(norms: bool = False, seed: int = 0) -> tuple[Tensors, dict[str, Any]]:
         )
     }
     flags = ("norm_embed", "norm_hidden", "norm_attn", "norm_out", "norm_output")
-    return tensors, SIZES | dict.fromkeys(flags, True)
+    return tensors, SIZES | {"vocab_size": vocab} | dict.fromkeys(flags, True)
 
 
-def eagle3(draft_vocab: int = 40, seed: int = 0) -> tuple[Tensors, dict[str, Any]]:
-    """EAGLE-3 over a reduced vocabulary."""
+def eagle3(
+    draft_vocab: int = 0, seed: int = 0, vocab: int = tiny.VOCAB
+) -> tuple[Tensors, dict[str, Any]]:
+    """EAGLE-3 over a reduced vocabulary: five eighths unless ``draft_vocab`` says how many."""
+    draft_vocab = draft_vocab or vocab * 5 // 8
     g = torch.Generator().manual_seed(seed)
-    ids = torch.randperm(tiny.VOCAB, generator=g)[:draft_vocab].sort().values
+    ids = torch.randperm(vocab, generator=g)[:draft_vocab].sort().values
     tensors = layer(g, "midlayer.", wide=True) | {
         "fc.weight": _draw(g, HIDDEN, 3 * HIDDEN),
         "midlayer.hidden_norm.weight": _norm(g, HIDDEN),
@@ -93,10 +99,11 @@ def eagle3(draft_vocab: int = 40, seed: int = 0) -> tuple[Tensors, dict[str, Any
         "norm.weight": _norm(g, HIDDEN),
         "lm_head.weight": _draw(g, draft_vocab, HIDDEN),
         "d2t": ids - torch.arange(draft_vocab),
-        "t2d": torch.zeros(tiny.VOCAB, dtype=torch.bool).index_fill(0, ids, True),
+        "t2d": torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True),
     }
     return tensors, SIZES | {
         "architectures": ["LlamaForCausalLMEagle3"],
+        "vocab_size": vocab,
         "draft_vocab_size": draft_vocab,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": AUX, "use_aux_hidden_state": True},
     }
@@ -117,7 +124,9 @@ LAYOUTS = {
 }
 
 
-def mtp(layout: str = "deepseek", seed: int = 0) -> tuple[Tensors, dict[str, Any]]:
+def mtp(
+    layout: str = "deepseek", seed: int = 0, vocab: int = tiny.VOCAB
+) -> tuple[Tensors, dict[str, Any]]:
     """One MTP module over a dense layer."""
     g = torch.Generator().manual_seed(seed)
     prefix, block, (embed, feature, mix, out) = LAYOUTS[layout]
@@ -130,15 +139,17 @@ def mtp(layout: str = "deepseek", seed: int = 0) -> tuple[Tensors, dict[str, Any
     }
     if layout == "deepseek":
         tensors |= {
-            f"{prefix}embed_tokens.weight": _draw(g, tiny.VOCAB, HIDDEN),
-            f"{prefix}shared_head.head.weight": _draw(g, tiny.VOCAB, HIDDEN),
+            f"{prefix}embed_tokens.weight": _draw(g, vocab, HIDDEN),
+            f"{prefix}shared_head.head.weight": _draw(g, vocab, HIDDEN),
         }
     if layout == "qwen":  # norms lie as their weight less one
         tensors = {n: t - 1 if t.dim() == 1 else t for n, t in tensors.items()}
-    return tensors, dict(SIZES)
+    return tensors, SIZES | {"vocab_size": vocab}
 
 
-def medusa(count: int = 3, layers: int = 1, seed: int = 0) -> tuple[Tensors, dict[str, Any]]:
+def medusa(
+    count: int = 3, layers: int = 1, seed: int = 0, vocab: int = tiny.VOCAB
+) -> tuple[Tensors, dict[str, Any]]:
     """The authors' state dict: blocks are called linear, the projection behind them has a number
     only."""
     g = torch.Generator().manual_seed(seed)
@@ -147,8 +158,20 @@ def medusa(count: int = 3, layers: int = 1, seed: int = 0) -> tuple[Tensors, dic
         for at in range(layers):
             tensors[f"{i}.{at}.linear.weight"] = _draw(g, HIDDEN, HIDDEN)
             tensors[f"{i}.{at}.linear.bias"] = _draw(g, HIDDEN)
-        tensors[f"{i}.{layers}.weight"] = _draw(g, tiny.VOCAB, HIDDEN)
+        tensors[f"{i}.{layers}.weight"] = _draw(g, vocab, HIDDEN)
     return tensors, {"medusa_num_heads": 2, "medusa_num_layers": layers}
+
+
+MAKERS: dict[str, Callable[..., tuple[Tensors, dict[str, Any]]]] = {
+    "eagle": eagle,
+    "eagle-norms": partial(eagle, norms=True),
+    "eagle3": eagle3,
+    **{f"mtp-{layout}": partial(mtp, layout) for layout in LAYOUTS},
+    "medusa": medusa,
+}
+"""By kind: tensors and config of a head, for a vocabulary of ``vocab`` tokens."""
+KINDS = list(MAKERS)
+LAYERED = KINDS[:-1]
 
 
 def write(tensors: Tensors, config: dict[str, Any] | None, path: Path | None = None) -> Path:
@@ -161,27 +184,16 @@ def write(tensors: Tensors, config: dict[str, Any] | None, path: Path | None = N
 
 
 @cache
-def written(kind: str) -> Path:
-    """A directory with a tiny head, shared by all tests: the kinds of `SCHEMES`."""
-    makers = {
-        "eagle": eagle,
-        "eagle-norms": lambda: eagle(norms=True),
-        "eagle3": eagle3,
-        "medusa": medusa,
-        **{f"mtp-{layout}": lambda layout=layout: mtp(layout) for layout in LAYOUTS},
-    }
+def written(kind: str, vocab: int = tiny.VOCAB) -> Path:
+    """A directory with a tiny head of that kind, shared by all tests."""
     (path := Path(mkdtemp()) / kind).mkdir()
-    return write(*makers[kind](), path)
+    return write(*MAKERS[kind](vocab=vocab), path)
 
 
 @cache
-def scheme(kind: str) -> str:
+def scheme(kind: str, vocab: int = tiny.VOCAB) -> str:
     """``method:model=PATH`` of a tiny head."""
-    return f"{kind.split('-')[0]}:model={written(kind)}"
-
-
-LAYERED = ["eagle", "eagle-norms", "eagle3", *(f"mtp-{layout}" for layout in LAYOUTS)]
-KINDS = [*LAYERED, "medusa"]
+    return f"{kind.split('-')[0]}:model={written(kind, vocab)}"
 
 
 # ---- what they compute
@@ -236,7 +248,7 @@ class Plain:
 
     def fuse(self, tapped: Tensor) -> Tensor:
         """What EAGLE-3 makes of the target's layers [T, 3 H]; others read one as it is."""
-        if not self.kind.startswith("eagle3"):
+        if "fc.weight" not in self.t or not self.kind.startswith("eagle3"):
             return tapped
         if self.config.get("fc_norm"):
             parts = [self._rms(p, f"fc_norm.{i}") for i, p in enumerate(tapped.chunk(3, 1))]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import asdict, fields
+from contextlib import contextmanager
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -16,6 +18,7 @@ from foretell.bench.report import (
     summarize,
     tables,
 )
+from foretell.bench.report_page import report_page
 from foretell.bench.run import (
     PLAIN,
     SAME_TEXT,
@@ -24,13 +27,17 @@ from foretell.bench.run import (
     check_writable,
     measure,
     write_json,
+    write_whole,
 )
-from foretell.bench.workloads import default_workload, pick, read_workload
+from foretell.bench.timeline import record
+from foretell.bench.workloads import Conversation, default_workload, pick, read_workload
 from foretell.config import EngineConfig, SpeculationConfig
 from foretell.drafters import check
+from foretell.engine.trace import Trace
 from foretell.llm import LLM
 from foretell.progress import progress_bar
 
+BATCHES = (1, 2, 4, 8, 16)
 DEFAULT_SCHEMES = ("prompt-lookup", "draft-model:weights=int4")
 
 
@@ -43,6 +50,9 @@ def bench(
     limit: int | None = None,
     json: Path | None = None,
     as_markdown: bool = False,
+    trace: Path | None = None,
+    report: Path | None = None,
+    break_even: bool = False,
     console: Console | None = None,
 ) -> bool:
     """Measures schemes against plain decoding and prints what came out.
@@ -55,6 +65,9 @@ def bench(
         limit: at most that many conversations of each category, evenly spaced.
         json: file for everything measured.
         as_markdown: print Markdown in place of terminal tables.
+        trace: file for each engine's steps as trace events.
+        report: file for everything as one page of HTML.
+        break_even: measure at 1, 2, 4, 8 and 16 conversations at once too, for the report.
 
     Returns:
         False if a scheme that promises the text of plain decoding gave another one.
@@ -65,11 +78,12 @@ def bench(
     config, console = config or BenchConfig(), console or Console()
     parsed = [_parse(text) for text in dict.fromkeys(schemes or DEFAULT_SCHEMES)]
     conversations = pick(read_workload(prompts) if prompts else default_workload(), limit)
-    if json is not None:
-        check_writable(json)
+    for path in (json, report):
+        if path is not None:
+            check_writable(path)
     # Whoever comes second would find the prompt's pages in the cache and win every prefill.
     engine = (engine or EngineConfig()).with_(speculation=None, prefix_caching=False)
-    slots = max(config.batch, engine.max_num_seqs)
+    slots = max(config.batch, engine.max_num_seqs, *(BATCHES if break_even else ()))
     engine = engine.with_(
         max_num_seqs=slots, max_num_batched_tokens=max(slots, engine.max_num_batched_tokens)
     )
@@ -86,25 +100,31 @@ def bench(
             arms.append(Arm(PLAIN, llm, speculate=False))
         arms.append(Arm(text, llm, same_text=speculation.verification in SAME_TEXT))
 
+    room = llms[0].engine.runtime.max_model_len
     turns = sum(len(conversation.turns) for conversation in conversations)
-    with progress_bar("measuring", turns) as advance:
-        measurement = measure(
-            arms, conversations, config, llms[0].engine.runtime.max_model_len, advance
-        )
+    with _tracing(trace, arms), progress_bar("measuring", turns) as advance:
+        measurement = measure(arms, conversations, config, room, advance)
     if not measurement.answers:
         raise ValueError(
             "nothing was measured: no prompt fits into the context with its answer; "
             "lower max_tokens or take other prompts"
         )
     lines = summarize(measurement, arms)
+    swept = sweep(arms, conversations, config, room) if break_even else {}
+    facts = {
+        "environment": environment(),
+        "bench": asdict(config) | {"prompts": str(prompts or "default"), "limit": limit},
+        "engine": [asdict(llm.config) | {"model": engine.model} for llm in llms],
+        "summary": [asdict(line) for line in lines],
+        "break_even": {str(batch): dict(values) for batch, values in swept.items()},
+    }
     if json is not None:
-        facts = {
-            "environment": environment(),
-            "bench": asdict(config) | {"prompts": str(prompts or "default"), "limit": limit},
-            "engine": [asdict(llm.config) | {"model": engine.model} for llm in llms],
-            "summary": [asdict(line) for line in lines],
-        }
         write_json(json, measurement, facts)
+    if report is not None:
+        ids = llms[0].chat_prompt([{"role": "user", "content": conversations[0].turns[0]}])
+        steps = record(arms, ids, config.seed, config.temperature) if len(ids) + 96 < room else {}
+        about = facts | {"model": Path(engine.model).name, "weights": engine.weights}
+        write_whole(report, report_page(lines, measurement, swept, steps, about))
 
     if as_markdown:
         console.print(markdown(lines), markup=False, highlight=False, soft_wrap=True)
@@ -116,6 +136,41 @@ def bench(
     for note in _notes(measurement.skipped, measurement.complete, broken, llms):
         console.print(note, markup=False, highlight=False, soft_wrap=True)
     return not broken
+
+
+def sweep(
+    arms: list[Arm], conversations: list[Conversation], config: BenchConfig, room: int
+) -> dict[int, dict[str, float]]:
+    """Speed-ups by conversations at once, on the same first turns for every batch.
+
+    Returns:
+        By batch and scheme, each the median over conversations of their own ratio.
+    """
+    turns = [c.turns[:1] for c in pick(conversations, 4)]
+    some = [Conversation(str(i), "all", turns[i % len(turns)]) for i in range(max(BATCHES))]
+    found: dict[int, dict[str, float]] = {}
+    with progress_bar("by batch", len(BATCHES) * len(some)) as advance:
+        for batch in BATCHES:
+            measurement = measure(arms, some, replace(config, batch=batch), room, advance)
+            lines = summarize(measurement, arms)
+            if not measurement.complete:
+                break
+            found[batch] = {line.scheme: line.speedup for line in lines}
+    return found
+
+
+@contextmanager
+def _tracing(path: Path | None, arms: list[Arm]) -> Iterator[None]:
+    """A track for each engine; plain decoding's steps are those of the first."""
+    if path is None:
+        yield
+        return
+    with Trace(path) as trace:
+        for arm in arms[1:]:
+            assert isinstance(arm.llm, LLM)
+            name = f"{PLAIN} and {arm.name}" if arm is arms[1] else arm.name
+            arm.llm.engine.metrics.trace_to(trace.track(name))
+        yield
 
 
 def _parse(text: str) -> tuple[str, SpeculationConfig]:

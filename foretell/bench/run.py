@@ -257,7 +257,7 @@ def check_writable(path: Path) -> None:
 
 
 def write_json(path: Path, measurement: Measurement, facts: dict[str, Any]) -> None:
-    """Writes everything measured, with what it was measured on; whole or not at all.
+    """Writes everything measured, with what it was measured on.
 
     Raises:
         ValueError: the file cannot be written.
@@ -268,6 +268,15 @@ def write_json(path: Path, measurement: Measurement, facts: dict[str, Any]) -> N
     text = (
         json.dumps(head, indent=1)[:-2] + ',\n "answers": [\n' + ",\n".join(answers) + "\n ]\n}\n"
     )
+    write_whole(path, text)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file whole or not at all.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
     # A pipe or a device such as /dev/stdout is written to, a file is replaced once all is written.
     special = path.exists() and not path.is_file()
     part = path if special else path.with_name(f".{path.name}.{os.getpid()}")

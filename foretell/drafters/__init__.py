@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 from foretell.config import SpeculationConfig
 from foretell.spec.drafter import Drafter, DraftRuntime
 from foretell.spec.options import read_options
+from foretell.spec.tree_shape import TreeOptions
 
 
 def schemes() -> list[str]:
@@ -54,7 +55,9 @@ def check(config: SpeculationConfig) -> None:
     Raises:
         ValueError: as `build`.
     """
-    read_options(find(config.method).Options, config.options, config.method)
+    options = read_options(find(config.method).Options, config.options, config.method)
+    if isinstance(options, TreeOptions):
+        options.shape(config.k)
 
 
 def build(config: SpeculationConfig, runtime: DraftRuntime) -> Drafter:

@@ -21,10 +21,14 @@ from torch import Tensor
 
 from foretell.config import SpeculationConfig, Weights, weight_format
 from foretell.models.head_formats import LoadedHead, load_eagle
-from foretell.models.hub import resolve
+from foretell.models.hub import packaged_head, resolve
+from foretell.models.loader import LoadedModel
+from foretell.models.trainable import TrainableHead
 from foretell.sequence import Sequence
 from foretell.spec.drafter import Ask, Commit, Drafter, DraftRuntime, KVGroup, Needs, run_rows
 from foretell.spec.grow_tree import Frontier, frontier_rows, grow_tree
+from foretell.spec.losses import judge
+from foretell.spec.training import Loss, Rule, TrainingBatch
 from foretell.spec.tree import TokenTree, roots
 from foretell.spec.tree_shape import TreeOptions
 
@@ -34,7 +38,7 @@ class HeadOptions(TreeOptions):
     """Options of every scheme that loads a head."""
 
     model: str = ""
-    """Directory or hub name of the head."""
+    """Directory or hub name of the head; by default the one that comes with foretell."""
     weights: str = ""
     """int8, bf16, f32 or int4; by default as the target."""
     draft_vocab: str = ""
@@ -46,15 +50,21 @@ class HeadOptions(TreeOptions):
         if self.weights:
             weight_format(self.weights)
 
-    def find(self, method: str) -> Path:
-        """Where the head is.
+    def find(self, method: str, target: LoadedModel) -> Path:
+        """Where the head is: where an option says, else in this package.
 
         Raises:
-            ValueError: no option says so, or there is nothing.
+            ValueError: there is none.
         """
-        if not self.model:
-            raise ValueError(f"{method} needs a head: {method}:model=PATH or a hub name")
-        return resolve(self.model, head=True)
+        if self.model:
+            return resolve(self.model, head=True)
+        own = packaged_head(method, target.config.sizes)
+        if own is None:
+            raise ValueError(
+                f"{method} needs a head, and none comes with foretell for this model: "
+                f"{method}:model=PATH or a hub name; foretell train makes one"
+            )
+        return own
 
 
 @dataclass(eq=False)
@@ -70,6 +80,7 @@ class Eagle(Drafter):
 
     Options = HeadOptions
     options: HeadOptions
+    rule = Rule(steps=3, decay=0.8, regression=0.1)
 
     def __init__(self, config: SpeculationConfig, runtime: DraftRuntime) -> None:
         super().__init__(config, runtime)
@@ -86,7 +97,9 @@ class Eagle(Drafter):
             ),
             lookahead=1,
             nodes=self.shape.num_nodes,
+            max_positions=sizes.max_position_embeddings,
         )
+        self._limit = sizes.max_position_embeddings
         self._slots: dict[int, _Slot] = {}
         size, device = runtime.max_num_seqs, runtime.device
         width = runtime.vocab_size if self.vocab.ids is None else len(self.vocab.ids)
@@ -94,11 +107,14 @@ class Eagle(Drafter):
         self._features = torch.zeros(size, sizes.hidden_size, device=device)  # [slots, H]
 
     def load(self, weights: Weights) -> LoadedHead:
-        path = self.options.find(self.config.method)
+        path = self.options.find(self.config.method, self.runtime.target)
         return load_eagle(path, self.runtime.target, weights, self.options.draft_vocab)
 
     def observe(self, commit: Commit) -> None:
-        """Runs every pair that became final, all sequences at once."""
+        """Runs every pair that became final, all sequences at once; none past the head's limit."""
+        commit = commit.before(self._limit)
+        if not commit.sequences:
+            return
         assert commit.features is not None
         ready: list[int] = []
         for sequence, start, tokens in zip(
@@ -143,6 +159,12 @@ class Eagle(Drafter):
     def forget(self, slots: list[int]) -> None:
         for slot in slots:
             self._slots.pop(slot, None)
+
+    @staticmethod
+    def loss(head: TrainableHead, batch: TrainingBatch, rule: Rule) -> Loss:
+        """The target's law and its next feature, at every step of a draft: the paper's loss, and
+        unrolled as HASS (2408.15766) does, since the head drafts on its own features."""
+        return judge(head.unroll(batch, rule.steps), rule, rule.steps)
 
     def _ready(self, sequence: Sequence) -> bool:
         """Is what was carried over behind this sequence's root?"""

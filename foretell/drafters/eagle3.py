@@ -10,11 +10,15 @@ from __future__ import annotations
 from foretell.config import Weights
 from foretell.drafters.eagle import Eagle
 from foretell.models.head_formats import LoadedHead, load_eagle3
+from foretell.spec.training import Rule
 
 
 class Eagle3(Eagle):
-    """Chains and trees from a head over three of the target's layers."""
+    """Chains and trees from a head over three of the target's layers. It learns as EAGLE does,
+    but from the target's laws alone: its features are its own."""
+
+    rule = Rule(steps=4, decay=0.8)
 
     def load(self, weights: Weights) -> LoadedHead:
-        path = self.options.find(self.config.method)
+        path = self.options.find(self.config.method, self.runtime.target)
         return load_eagle3(path, self.runtime.target, weights, self.options.draft_vocab)

@@ -13,10 +13,13 @@ from torch import Tensor
 
 from foretell.config import SpeculationConfig, weight_format
 from foretell.drafters.eagle import HeadOptions
-from foretell.models.head_formats import load_medusa
+from foretell.models.medusa_formats import load_medusa
+from foretell.models.trainable_medusa import TrainableMedusa
 from foretell.sequence import Sequence
 from foretell.spec.drafter import Ask, Commit, Drafter, DraftRuntime, Needs
 from foretell.spec.grow_tree import Frontier, grow_tree
+from foretell.spec.losses import judge
+from foretell.spec.training import Loss, Rule, TrainingBatch
 from foretell.spec.tree import TokenTree, roots
 from foretell.spec.tree_shape import read_shape
 
@@ -26,11 +29,12 @@ class Medusa(Drafter):
 
     Options = HeadOptions
     options: HeadOptions
+    rule = Rule(decay=0.8)
 
     def __init__(self, config: SpeculationConfig, runtime: DraftRuntime) -> None:
         super().__init__(config, runtime)
         options, target = self.options, runtime.target
-        path = options.find("medusa")
+        path = options.find("medusa", target)
         weights = weight_format(options.weights or target.weights)
         self.heads, self.vocab = load_medusa(path, target, weights, options.draft_vocab)
         own = options.is_chain and not options.depth
@@ -73,6 +77,12 @@ class Medusa(Drafter):
     def forget(self, slots: list[int]) -> None:
         for slot in slots:
             self._seen.pop(slot, None)
+
+    @staticmethod
+    def loss(head: TrainableMedusa, batch: TrainingBatch, rule: Rule) -> Loss:
+        """Medusa-1: each head against what the target says at its place; ``rule.steps`` is of no
+        matter, there are as many as heads."""
+        return judge(head.unroll(batch), rule, len(head.heads))
 
     def _ready(self, sequence: Sequence) -> bool:
         whose, seen = self._seen.get(sequence.slot, (None, 0))

@@ -11,11 +11,16 @@ from dataclasses import dataclass
 
 from foretell.config import Weights
 from foretell.drafters.eagle import Eagle, HeadOptions
-from foretell.models.head_formats import LoadedHead, load_mtp
+from foretell.models.head_formats import LoadedHead
+from foretell.models.mtp_formats import load_mtp
+from foretell.spec.training import Rule
 
 
 class MTP(Eagle):
-    """Chains and trees from the first MTP module of the target's own checkpoint, or of another."""
+    """Chains and trees from the first MTP module of the target's own checkpoint, or of another.
+    Fine-tuned over several steps (FastMTP, 2509.18362), it may draft more than one token."""
+
+    rule = Rule(steps=3, decay=0.6)
 
     @dataclass(frozen=True, kw_only=True)
     class Options(HeadOptions):
@@ -27,6 +32,6 @@ class MTP(Eagle):
     def load(self, weights: Weights) -> LoadedHead:
         options, target = self.options, self.runtime.target
         assert isinstance(options, MTP.Options)
-        path = options.find("mtp") if options.model else target.path
+        path = options.find("mtp", target) if options.model else target.path
         recycle = options.recycle_normed
         return load_mtp(path, target, weights, options.draft_vocab, recycle_normed=recycle)

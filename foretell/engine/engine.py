@@ -135,8 +135,7 @@ class Engine:
         except BaseException:  # Ctrl-C too: half-written sequences cannot go on
             self._give_up([item.sequence for item in items], "the step that made it failed")
             raise
-        self.metrics.num_steps += 1
-        self.metrics.num_rows += len(rows)
+        self.metrics.step(len(items), len(rows))
         return news
 
     # ---- stops of a step, in order

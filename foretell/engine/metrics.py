@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from foretell.engine.trace import Listener
 from foretell.sequence import Sequence
 
 PHASES = (
@@ -34,6 +35,21 @@ class Timer:
         self._seconds[self._name] += time.perf_counter() - self._start
 
 
+class TracedTimer(Timer):
+    """A timer that tells a listener too."""
+
+    __slots__ = ("_listener",)
+
+    def __init__(self, seconds: dict[str, float], name: str, listener: Listener) -> None:
+        super().__init__(seconds, name)
+        self._listener = listener
+
+    def __exit__(self, *error: object) -> None:
+        end = time.perf_counter()
+        self._seconds[self._name] += end - self._start
+        self._listener.phase(self._name, self._start, end)
+
+
 @dataclass
 class Metrics:
     """What happened, and where the time went."""
@@ -54,6 +70,9 @@ class Metrics:
     accepted_by_position: list[int] = field(default_factory=list[int])
     phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     _timers: dict[str, Timer] = field(default_factory=dict[str, Timer], repr=False, compare=False)
+    _listener: Listener | None = field(default=None, repr=False, compare=False)
+    _before: dict[str, int] = field(default_factory=dict[str, int], repr=False, compare=False)
+    """Totals at the end of the step before, while somebody listens."""
 
     def phase(self, name: str) -> Timer:
         """Adds the time spent inside to a phase; not to be nested in itself."""
@@ -61,6 +80,24 @@ class Metrics:
         if timer is None:
             timer = self._timers[name] = Timer(self.phase_seconds, name)
         return timer
+
+    def step(self, batch: int, rows: int) -> None:
+        """Counts a step that came to its end."""
+        self.num_steps += 1
+        self.num_rows += rows
+        if self._listener is not None:
+            totals = self._totals()
+            new = {name: total - self._before[name] for name, total in totals.items()}
+            self._before = totals
+            self._listener.step({"batch": batch, "rows": rows, **new})
+
+    def trace_to(self, listener: Listener) -> None:
+        """From now on every step and its phases are told to that listener."""
+        self._listener, self._before = listener, self._totals()
+        self._timers = {name: TracedTimer(self.phase_seconds, name, listener) for name in PHASES}
+
+    def _totals(self) -> dict[str, int]:
+        return {"drafted": self.drafted, "accepted": self.accepted, "emitted": self.emitted}
 
     def count(self, sequence: Sequence, depth: list[int], accepted: int, emitted: int) -> None:
         """Takes in one verified tree. What lies behind an end never existed, drafts included: so

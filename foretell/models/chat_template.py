@@ -29,11 +29,14 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        ask: bool = True,
     ) -> str:
         """The conversation up to where the assistant's answer starts.
 
         Args:
             tools: functions that the model may call, as OpenAI's API describes them.
+            ask: False ends with the last message, which may be the assistant's.
 
         Raises:
             ValueError: a message is malformed, or the template refuses the conversation.
@@ -44,7 +47,7 @@ class ChatTemplate:
                 messages=plain,
                 tools=list(tools) if tools else None,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=ask,
                 **self.special_tokens,
             )
         except Exception as error:  # templates raise their own

@@ -32,7 +32,7 @@ class Checkpoint:
     """Hands out each tensor once, and says in the end what nobody asked for."""
 
     def __init__(self, source: Source) -> None:
-        self._source = source
+        self._source, self.path = source, source.path
         self._left = {name for name in source.shapes if not _IGNORED.fullmatch(name)}
 
     def __contains__(self, name: str) -> bool:
@@ -176,6 +176,8 @@ class TorchFile:
             self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
         except Exception as error:  # zip, pickle, attribute errors: whatever the file holds
             reason = str(error).split("\n")[0]
+            if reason.startswith("Weights only load failed"):  # torch would say how to run its code
+                reason = "it holds other Python objects, which are never loaded"
             raise ValueError(f"{path}: not a complete state dict of tensors ({reason})") from None
 
     def read(self, name: str) -> Tensor:

@@ -82,6 +82,11 @@ class ModelConfig:
         if kind != "default" and not self.rope_scaling.get("factor"):
             raise ValueError(f"RoPE scaling {kind!r} has no factor in the model's config")
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What tells a target from others for a head that was made for it."""
+        return {name: getattr(self, name) for name in ("hidden_size", "num_layers", "vocab_size")}
+
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer in tokens."""
         return self.windows[layer] if self.windows else None
@@ -221,7 +226,10 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
         if any(kind != kinds[0] for kind in kinds):
             raise ValueError("RoPE parameters that differ between layers are not supported")
         new = kinds[0]
-    scaling = dict(new or config.get("rope_scaling") or {})
+    given = new or config.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"rope_scaling={given!r}: must be an object")
+    scaling = dict(given)
     inner, outer = scaling.pop("rope_theta", None), config.get("rope_theta")
     if inner is not None and outer is not None and inner != outer:
         raise ValueError(f"config.json names two RoPE bases, {inner} and {outer}; remove one")

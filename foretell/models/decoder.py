@@ -59,7 +59,7 @@ class Decoder:
         self.norm = norm
         self.lm_head = lm_head
         self.rope = rope
-        self.whole_pass = whole_pass(self)
+        self.whole_pass = whole_pass(self, norm)
 
     @torch.inference_mode()
     def forward(

@@ -29,6 +29,7 @@ from foretell.attention.rows import add_rms_norm, rms_norm, rope_and_write, silu
 from foretell.models.config import ModelConfig
 from foretell.models.linear import Embedding, Linear
 from foretell.models.rope import Rope
+from foretell.models.whole_pass import WholePass, can_run, whole_pass
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,11 +91,35 @@ class Head:
     norm_out: Tensor | None = None  # [H]
     residual_normed: bool = False
     recycle_normed: bool = False
+    whole_pass: WholePass | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.whole_pass = whole_pass(self, self.norm_out, self)
 
     @torch.inference_mode()
     def feature(self, tapped: Tensor) -> Tensor:
         """What `forward` takes, [R, H], of the target's tapped layers [R, taps * H_target]."""
         return tapped if self.fuse is None else self.fuse(tapped, self.config.rms_norm_eps)
+
+    @torch.inference_mode()
+    def run(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        outputs: Tensor,
+        attention: Attention,
+        layout: Layout,
+        kv: SequenceOf[tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """`forward` in one compiled call where that can be had."""
+        if self.whole_pass is None or not len(tokens) or not can_run(attention, kv):
+            return self.forward(tokens, features, outputs, attention, layout, kv)
+        self.rope.cover(layout.positions)
+        taps = () if self.recycle_normed else (len(self.layers) - 1,)
+        logits, hidden, tapped = self.whole_pass(
+            tokens, attention, layout, kv, outputs, taps, features.contiguous()
+        )
+        return logits, (hidden if self.recycle_normed else tapped)[outputs.long()]
 
     @torch.inference_mode()
     def forward(

@@ -1,12 +1,11 @@
-"""Draft heads as others publish them: EAGLE and EAGLE-3 directories, MTP layers of checkpoints.
+"""EAGLE and EAGLE-3 heads as others publish them.
 
 Every tensor is accounted for: one that is missing or left over is an error that names it.
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +13,23 @@ import torch
 from torch import Tensor
 
 from foretell.config import Weights
-from foretell.models.checkpoint import Checkpoint, Part, Source
-from foretell.models.head import Fusion, Head, MedusaHead
+from foretell.models.checkpoint import Checkpoint
+from foretell.models.head import Fusion, Head
 from foretell.models.head_reader import (
     Reader,
     count_layers,
     draft_ids,
     open_tensors,
     root_of,
+    rows_of,
     settings_of,
+    shared,
     sizes,
 )
-from foretell.models.linear import Linear, PackedEmbedding, make_linear
+from foretell.models.linear import PackedEmbedding, make_linear
 from foretell.models.loader import LoadedModel
 from foretell.models.rope import Rope
 from foretell.spec.draft_vocab import DraftVocab
-
-_MEDUSA = ("medusa_head.", "medusa_heads.")
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,7 @@ def load_eagle(
     """
     settings, reader = settings_of(path), Reader(open_tensors(path), weights)
     names = reader.checkpoint
+    _check_kind(settings, names, "eagle")
     root = root_of(names)
     first = "transformer." if f"{root}transformer.mlp.down_proj.weight" in names else "layers.0."
     config = sizes(settings, reader.path, target, count_layers(names, root))
@@ -82,12 +82,12 @@ def load_eagle(
     layers = [reader.layer(root + first, config, norm=flag("norm_attn", restored))]
     for i in range(1, config.num_layers):
         layers.append(reader.layer(f"{root}layers.{i}.", config))
-    ids = draft_ids(draft_vocab, path, target.config.vocab_size)
+    ids = own_ids(names, settings, draft_vocab, path, target.config.vocab_size)
     head = Head(
         config=config,
         embedding=target.model.embedding,
         layers=layers,
-        lm_head=target.model.lm_head if ids is None else target.model.lm_head.rows(ids),
+        lm_head=shared(target, ids),
         rope=Rope(config),
         mix=reader.linear({root + fc: hidden}, 2 * hidden, bias=bias),
         norm_embed=norm(flag("norm_embed", restored or para), "embedding_layernorm"),
@@ -110,21 +110,15 @@ def load_eagle3(
     """
     settings, reader = settings_of(path), Reader(open_tensors(path), weights)
     names, take = reader.checkpoint, reader.checkpoint.take
+    _check_kind(settings, names, "eagle3")
     root = root_of(names)
     middle = any(name.startswith(f"{root}midlayer.") for name in names)
     first = f"{root}midlayer." if middle else f"{root}layers.0."
     config = sizes(settings, reader.path, target, count_layers(names, root))
     hidden, vocab = config.hidden_size, target.config.vocab_size
     taps = _taps(settings, target.config.num_layers, path)
-    fc_norm, norm_before_fc = bool(settings.get("fc_norm")), bool(settings.get("norm_before_fc"))
-    if fc_norm and norm_before_fc:
-        raise ValueError(f"{path}: the config sets both fc_norm and norm_before_fc")
     width = target.config.hidden_size
-    fuse = Fusion(
-        fc=reader.linear({f"{root}fc": hidden}, len(taps) * width),
-        part_norms=[reader.norm(f"{root}fc_norm.{i}", width) for i in range(len(taps)) if fc_norm],
-        norm=reader.norm(f"{root}input_norm", len(taps) * width) if norm_before_fc else None,
-    )
+    fuse = _fusion(settings, reader, root, hidden, width, taps)
     table = f"{root}embed_tokens.weight"
     if hidden == width:  # some exporters save a random one
         names.skip(table)
@@ -136,7 +130,7 @@ def load_eagle3(
     wanted = draft_ids(draft_vocab, path, vocab)
     if (own := "lm_head.weight") not in names:
         ids = ids if wanted is None else wanted
-        lm_head = target.model.lm_head if ids is None else target.model.lm_head.rows(ids)
+        lm_head = shared(target, ids)
     else:
         weight = take(own, vocab if ids is None else len(ids), hidden)
         weight, ids = rows_of(weight, ids, wanted, vocab)
@@ -165,163 +159,101 @@ def load_eagle3(
     return LoadedHead(head, taps, DraftVocab(vocab, ids), target.kv_dtype)
 
 
-def load_mtp(
+def own_ids(
+    names: Checkpoint,
+    settings: dict[str, Any],
+    draft_vocab: str,
     path: Path,
-    target: LoadedModel,
-    weights: Weights,
-    draft_vocab: str = "",
-    *,
-    recycle_normed: bool = True,
-) -> LoadedHead:
-    """The first MTP module of a checkpoint, beside whatever else it holds: DeepSeek-V3's layout
-    over a dense layer, Qwen3-Next's (``mtp.``) and MiMo's (``model.mtp_layers.``).
+    vocab_size: int,
+    prefix: str = "",
+) -> Tensor | None:
+    """Tokens to propose: those that are asked for, else those the head was trained on (d2t)."""
+    own = _d2t(names, settings, vocab_size, prefix)
+    wanted = draft_ids(draft_vocab, path, vocab_size)
+    return own if wanted is None else wanted
 
-    Raises:
-        ValueError: there is none, or a tensor of it is missing, left over or of another shape.
-    """
-    source = open_tensors(path)
-    layout, prefix = _mtp_layout(source)
-    qwen, mimo = layout == "qwen", layout == "mimo"
-    reader = Reader(Part(source, prefix), weights, zero_centred=qwen)
-    names, config = reader.checkpoint, replace(target.config, num_layers=1, windows=None)
-    block = f"{prefix}layers.0." if qwen else prefix
-    inner = names.shape(f"{block}mlp.gate_proj.weight")[0]  # dense layers may differ in it
-    config = replace(config, intermediate_size=inner, attention_bias=False, qk_norm=False)
-    hidden, vocab = config.hidden_size, config.vocab_size
-    embed, feature, mix, out = {
-        "deepseek": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
-        "qwen": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
-        "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
-    }[layout]
-    weight = names.take(f"{prefix}{mix}.weight", hidden, 2 * hidden)
-    if mimo:  # it was trained on cat(feature, embedding)
-        weight = torch.cat([weight[:, hidden:], weight[:, :hidden]], dim=1)
-    for copied in ("embed_tokens.weight", "shared_head.head.weight"):  # copies of the target's
-        names.skip(prefix + copied)
-    ids = draft_ids(draft_vocab, path, vocab)
-    head = Head(
-        config=config,
-        embedding=target.model.embedding,
-        layers=[reader.layer(block, config)],
-        lm_head=target.model.lm_head if ids is None else target.model.lm_head.rows(ids),
-        rope=Rope(config),
-        mix=make_linear(weights, weight),
-        norm_embed=reader.norm(prefix + embed, hidden),
-        norm_hidden=reader.norm(prefix + feature, hidden),
-        norm_out=reader.norm(prefix + out, hidden),
-        recycle_normed=recycle_normed,
+
+def _check_kind(settings: dict[str, Any], names: Checkpoint, method: str) -> None:
+    """Refuses heads of other schemes, which look alike up to a few tensors."""
+    kind = settings.get("speculators_model_type") or method
+    if "mask_hidden" in names or settings.get("parallel_drafting"):
+        kind = "peagle"
+    if kind == "peagle":
+        raise ValueError(
+            f"{names.path}: a P-EAGLE head (mask_hidden), which drafts all tokens in one pass; "
+            "that is not supported: take an EAGLE-3 head"
+        )
+    if kind != method:
+        raise ValueError(f"{names.path}: a head for {kind}, not for {method}")
+
+
+def _fusion(
+    settings: dict[str, Any],
+    reader: Reader,
+    root: str,
+    hidden: int,
+    width: int,
+    taps: tuple[int, ...],
+) -> Fusion | None:
+    """What makes the tapped layers [.., taps * width] one feature [.., hidden]; None where the
+    head reads the last hidden state as it is."""
+    fc_norm, norm_before_fc = bool(settings.get("fc_norm")), bool(settings.get("norm_before_fc"))
+    if fc_norm and norm_before_fc:
+        raise ValueError(f"{reader.path}: the config sets both fc_norm and norm_before_fc")
+    made_for = settings.get("target_hidden_size") or (hidden if taps == (-1,) else width)
+    if made_for != width:
+        raise ValueError(
+            f"{reader.path}: made for a target of hidden size {made_for}, this one has {width}"
+        )
+    if taps == (-1,):
+        return None
+    inputs = len(taps) * width
+    norms = [reader.norm(f"{root}fc_norm.{i}", width) for i in range(len(taps)) if fc_norm]
+    return Fusion(
+        fc=reader.linear({f"{root}fc": hidden}, inputs),
+        part_norms=norms,
+        norm=reader.norm(f"{root}input_norm", inputs) if norm_before_fc else None,
     )
-    names.finish()
-    return LoadedHead(head, (-1,), DraftVocab(vocab, ids), target.kv_dtype)
-
-
-def load_medusa(
-    path: Path, target: LoadedModel, weights: Weights, draft_vocab: str = ""
-) -> tuple[list[MedusaHead], DraftVocab]:
-    """Medusa heads: the authors' state dicts (``0.0.linear.weight``), the same inside a merged
-    checkpoint (``medusa_head.``), and vLLM's (``blocks.0.layers.0.weight``). Heads and layers are
-    counted: configs are known to be wrong.
-
-    Raises:
-        ValueError: as `load_eagle`.
-    """
-    source = open_tensors(path)
-    merged = next((p for p in _MEDUSA if any(n.startswith(p) for n in source.shapes)), "")
-    reader = Reader(Part(source, merged), weights)
-    names, take = reader.checkpoint, reader.checkpoint.take
-    hidden, vocab = target.config.hidden_size, target.config.vocab_size
-    vllm = f"{merged}blocks.0.layers.0.weight" in names
-    block = f"{merged}blocks.{{}}.layers.{{}}" if vllm else f"{merged}{{}}.{{}}.linear"
-    ids = None
-    if f"{merged}token_map" in names:
-        name = f"{merged}token_map"
-        ids = names.take_any(name, *names.shape(name)).long()
-    known = vocab if ids is None else len(ids)
-    wanted = draft_ids(draft_vocab, path, vocab)
-    heads: list[MedusaHead] = []
-    while f"{block.format(len(heads), 0)}.weight" in names:
-        i, blocks = len(heads), list[Linear]()
-        depth = 0
-        while f"{(own := block.format(i, depth))}.weight" in names:
-            biased = not vllm or f"{own}.bias" in names
-            blocks.append(reader.linear({own: hidden}, hidden, bias=biased))
-            depth += 1
-        out = f"{merged}lm_heads.{i}.weight" if vllm else f"{merged}{i}.{depth}.weight"
-        if vllm and out not in names and ids is None:  # all share the target's
-            lm_head = target.model.lm_head if wanted is None else target.model.lm_head.rows(wanted)
-        else:
-            lm_head = make_linear(weights, rows_of(take(out, known, hidden), ids, wanted, vocab)[0])
-        heads.append(MedusaHead(blocks=blocks, lm_head=lm_head))
-    if not heads:
-        raise ValueError(f"{path}: no Medusa head here, tensor {block.format(0, 0)}.weight")
-    if wanted is not None:
-        ids = wanted if ids is None else wanted[torch.isin(wanted, ids)]
-    names.skip(f"{merged}lm_head.weight")
-    names.finish()
-    return heads, DraftVocab(vocab, ids)
-
-
-def rows_of(
-    weight: Tensor, ids: Tensor | None, wanted: Tensor | None, vocab_size: int
-) -> tuple[Tensor, Tensor | None]:
-    """Those rows of an output projection [Vd, H] that are wanted and there, and their ids.
-
-    Args:
-        ids: [Vd] the tokens of the rows; None: all, in order.
-        wanted: [N] the tokens to keep; None: all that are there.
-    """
-    if wanted is None:
-        return weight, ids
-    place = torch.full((vocab_size,), -1)
-    place[torch.arange(vocab_size) if ids is None else ids] = torch.arange(len(weight))
-    wanted = wanted[place[wanted] >= 0]
-    return weight[place[wanted]], wanted
 
 
 def _taps(settings: dict[str, Any], num_layers: int, path: Path) -> tuple[int, ...]:
     """Layers whose outputs the head reads. Files count either the layers' outputs or the inputs
-    of those behind them; a list that begins with 1 is of the first kind (as SGLang has it)."""
+    of those behind them; a list that begins with 1 is of the first kind (as SGLang has it). Without
+    them the head reads the last hidden state, as EAGLE does, and has no fc (as vLLM has it)."""
+    if settings.get("use_aux_hidden_state") is False:
+        return (-1,)
     inputs = [2, num_layers // 2, num_layers - 3]
     given = settings.get("eagle_aux_hidden_state_layer_ids") or inputs
-    if settings.get("use_aux_hidden_state") is False:
-        raise ValueError(f"{path}: use_aux_hidden_state=false is not supported")
+    if not isinstance(given, list) or not all(type(i) is int for i in given):
+        raise ValueError(
+            f"{path}: eagle_aux_hidden_state_layer_ids={given!r}: must be layer numbers"
+        )
     taps = tuple(given) if given[0] == 1 else tuple(i - 1 for i in given)
     if not all(0 <= tap < num_layers for tap in taps):
         raise ValueError(f"{path}: layers {given} of a target that has {num_layers}")
     return taps
 
 
-def _d2t(names: Checkpoint, settings: dict[str, Any], vocab_size: int) -> Tensor | None:
+def _d2t(
+    names: Checkpoint, settings: dict[str, Any], vocab_size: int, prefix: str = ""
+) -> Tensor | None:
     """Target ids of the draft vocabulary; ``d2t`` holds them less their own place.
 
     Raises:
         ValueError: d2t is missing, or it and t2d disagree.
     """
     size = settings.get("draft_vocab_size") or vocab_size
-    if "d2t" not in names and size == vocab_size:
-        names.skip("t2d")
+    if f"{prefix}d2t" not in names and size == vocab_size:
+        names.skip(f"{prefix}t2d")
         return None
+    offsets = names.take_any(f"{prefix}d2t", size)
     try:
-        ids = DraftVocab.from_offsets(names.take_any("d2t", size), vocab_size).ids
+        ids = DraftVocab.from_offsets(offsets, vocab_size).ids
     except ValueError as error:
         raise ValueError(f"d2t is not a table of offsets: {error}") from None
     assert ids is not None
-    if "t2d" in names:
-        known = names.take_any("t2d", vocab_size).bool()
+    if f"{prefix}t2d" in names:
+        known = names.take_any(f"{prefix}t2d", vocab_size).bool()
         if not torch.equal(known.nonzero()[:, 0], ids.sort().values):
             raise ValueError("d2t and t2d name different tokens: is d2t a table of offsets?")
     return ids
-
-
-def _mtp_layout(source: Source) -> tuple[str, str]:
-    """Which layout the MTP module has, and the prefix of its tensors."""
-    for name in sorted(source.shapes):
-        if match := re.fullmatch(r"(model\.layers\.\d+\.)eh_proj\.weight", name):
-            return "deepseek", match[1]
-    if "mtp.fc.weight" in source.shapes:
-        return "qwen", "mtp."
-    if "model.mtp_layers.0.input_proj.weight" in source.shapes:
-        return "mimo", "model.mtp_layers.0."
-    raise ValueError(
-        f"{source.path}: no MTP module here (eh_proj, mtp.fc or mtp_layers.0.input_proj)"
-    )

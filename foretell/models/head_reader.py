@@ -137,8 +137,13 @@ def draft_ids(draft_vocab: str, path: Path, vocab_size: int) -> Tensor | None:
 def settings_of(path: Path) -> dict[str, Any]:
     """config.json in one layer: speculators nest the decoder's, others some of EAGLE-3's."""
     settings = read_json(path / "config.json")
-    nested = settings.get("transformer_layer_config") or {}
-    return {**nested, **(settings.get("eagle_config") or {}), **settings}
+    out: dict[str, Any] = {}
+    for name in ("transformer_layer_config", "eagle_config"):
+        nested = settings.get(name) or {}
+        if not isinstance(nested, dict):
+            raise ValueError(f"{path / 'config.json'}: {name} must be an object")
+        out |= nested
+    return out | settings
 
 
 def sizes(
@@ -150,9 +155,11 @@ def sizes(
     if own.get("model_type") not in ("llama", "mistral", "qwen2", "qwen3"):
         own["model_type"] = "llama"
     vocab = own.setdefault("vocab_size", target.config.vocab_size)
+    own.setdefault("max_position_embeddings", target.config.max_position_embeddings)
     if vocab != target.config.vocab_size:
         raise ValueError(
-            f"{path}: made for a vocabulary of {vocab}, the target's is {target.config.vocab_size}"
+            f"{path}: made for a vocabulary of {vocab!r}, "
+            f"the target's is {target.config.vocab_size}"
         )
     try:
         config = ModelConfig.from_hf(own | {"num_hidden_layers": num_layers})
@@ -173,3 +180,30 @@ def count_layers(names: Checkpoint, root: str) -> int:
     pattern = re.compile(re.escape(root) + r"layers\.(\d+)\.")
     found = {int(match[1]) for name in names if (match := pattern.match(name))}
     return max(found | {0}) + 1
+
+
+def rows_of(
+    weight: Tensor, ids: Tensor | None, wanted: Tensor | None, vocab_size: int
+) -> tuple[Tensor, Tensor | None]:
+    """Those rows of an output projection [Vd, H] that are wanted and there, and their ids.
+
+    Args:
+        ids: [Vd] the tokens of the rows; None: all, in order.
+        wanted: [N] the tokens to keep; None: all that are there.
+
+    Raises:
+        ValueError: nothing would be left.
+    """
+    if wanted is None:
+        return weight, ids
+    place = torch.full((vocab_size,), -1)
+    place[torch.arange(vocab_size) if ids is None else ids] = torch.arange(len(weight))
+    wanted = wanted[place[wanted] >= 0]
+    if not len(wanted):
+        raise ValueError("draft_vocab lists none of the tokens that the head knows")
+    return weight[place[wanted]], wanted
+
+
+def shared(target: LoadedModel, ids: Tensor | None) -> Linear:
+    """The target's output projection, or those rows of it."""
+    return target.model.lm_head if ids is None else target.model.lm_head.rows(ids)

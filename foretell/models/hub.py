@@ -6,6 +6,7 @@ A name is, in this order: a short name of `PACKAGED`, a path that exists, a hub 
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from foretell.config import home
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
+_HEADS = Path(__file__).parents[1] / "heads"
 _HEAD_FILES = ("*.safetensors", "*.json", "pytorch_model.bin", "medusa_lm_head.pt")
 
 
@@ -92,6 +94,19 @@ def resolve(model: str, *, progress: bool = True, head: bool = False) -> Path:
         f"model {model!r} is unknown{hint} give one of {', '.join(PACKAGED)}, a hub name "
         "(org/model), a directory or a .gguf file"
     )
+
+
+def packaged_head(method: str, sizes: dict[str, int]) -> Path | None:
+    """The head that comes with this package for a scheme and a target of these sizes.
+
+    Args:
+        sizes: as the head's config has them under foretell_target.
+    """
+    for config in sorted(_HEADS.glob("*/config.json")):
+        settings = json.loads(config.read_text(encoding="utf-8"))
+        if (settings["foretell_method"], settings["foretell_target"]) == (method, sizes):
+            return config.parent
+    return None
 
 
 def is_cached(model: str) -> bool:

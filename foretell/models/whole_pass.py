@@ -17,35 +17,46 @@ from foretell.models.linear import PackedEmbedding, PackedLinear, products
 from foretell.models.quant import PANEL
 
 if TYPE_CHECKING:
-    from foretell.models.decoder import Decoder, Layer
+    from foretell.models.decoder import Decoder
+    from foretell.models.head import Head
 
 _BITS = {2: np.empty(0, np.uint16), 4: np.empty(0, np.uint32)}
+_NONE = np.empty((0, 0), np.float32)
 
 
 class WholePass:
-    """A decoder's pass, embedding to logits, as one compiled call: see `compiled`.
+    """A decoder's or a head's pass, embedding to logits, as one compiled call: see `compiled`.
 
     Args:
-        decoder: whose layers' products are all in one format and of one shape in each layer.
+        network: whose layers' products are all in one format and of one shape in each layer.
+        norm: [H] the final norm's weight, None where there is none.
+        head: the same network where it is a head: what its pairs begin with.
     """
 
-    def __init__(self, decoder: Decoder, embedding: PackedLinear, lm_head: PackedLinear) -> None:
+    def __init__(
+        self,
+        network: Decoder | Head,
+        embedding: PackedLinear,
+        lm_head: PackedLinear,
+        norm: Tensor | None,
+        head: Head | None = None,
+    ) -> None:
         from foretell.models import compiled
 
-        config, layers = decoder.config, decoder.layers
-        self._compiled, self._config, self._rope = compiled, config, decoder.rope
-        # All that the addresses below point into; not the decoder, which holds this pass.
-        self._kept = (embedding, lm_head, layers, decoder.norm)
+        config, layers = network.config, network.layers
+        self._compiled, self._config, self._rope = compiled, config, network.rope
+        # All that the addresses below point into; not the network, which holds this pass.
+        begin = () if head is None else (head.mix, head.norm_embed, head.norm_hidden)
+        self._kept = (embedding, lm_head, layers, norm, begin)
         linears = [_four(x) for x in layers]
         first = linears[0]
         table = np.zeros((len(layers) + 1, compiled.LAYER), np.int64)
         for row, layer, four in zip(table, layers, linears, strict=False):
             row[:12] = [address for x in four for address in _addresses(x)]
-            row[12], row[13] = layer.input_norm.data_ptr(), layer.post_norm.data_ptr()
-            norms = (layer.q_norm, layer.k_norm)
-            row[14:16] = [0 if weight is None else weight.data_ptr() for weight in norms]
-            row[16] = layer.window or NO_WINDOW
-        table[-1, 12] = decoder.norm.data_ptr()
+            norms = (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm)
+            row[12:16] = [_address(weight) for weight in norms]
+            row[16] = getattr(layer, "window", None) or NO_WINDOW
+        table[-1, 12] = _address(norm)
         self._table = table
         self._sizes = [
             *(n for x in first for n in (x.padded, x.packed.weights.shape[1], x.panels)),
@@ -58,12 +69,22 @@ class WholePass:
         ])  # fmt: skip
         packed = products()
         assert packed is not None
-        inside, head = packed.compile_format(first[0].kind), packed.compile_format(lm_head.kind)
+        inside, outer = packed.compile_format(first[0].kind), packed.compile_format(lm_head.kind)
         read = packed.compile_format(embedding.kind).read_row
-        self._formats = np.array([inside.fit, inside.multiply, read, head.fit, head.multiply])
-        self._stride = max(packed.row_bytes(x.kind, x.padded) for x in (*first, lm_head))
-        self._width = max(x.panels for x in first) * PANEL
-        self._logits = lm_head.panels * PANEL
+        self._formats = np.array([inside.fit, inside.multiply, read, outer.fit, outer.multiply])
+        self._start = np.zeros(10, np.int64)
+        mix: list[Any] = [] if head is None or head.mix is None else [head.mix]
+        if head is not None:
+            self._start[3] = first[0].padded
+            self._start[6:10] = (
+                _address(head.norm_embed), _address(head.norm_hidden), 0, head.residual_normed,
+            )  # fmt: skip
+        for x in mix:
+            panel = x.packed.weights.shape[1]
+            self._start[:6] = (*_addresses(x), x.padded, panel, x.panels)
+        self._stride = max(packed.row_bytes(x.kind, x.padded) for x in (*first, *mix, lm_head))
+        self._width = max(x.panels for x in (*first, *mix)) * PANEL
+        self._logits, self._outputs = lm_head.panels * PANEL, lm_head.out_features
         self._seen = config.num_heads * config.head_dim
         self._eps = np.float32(config.rms_norm_eps)
         self._scale = np.float32(config.head_dim**-0.5)
@@ -79,9 +100,11 @@ class WholePass:
         kv: SequenceOf[tuple[Tensor, Tensor]],
         outputs: Tensor,
         taps: tuple[int, ...],
+        features: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [R] int32, outputs [O] int32 -> logits [O, V], hidden states after the final norm
-        [R, H] and tapped ones [R, taps * H]; a tap of -1 is left to the caller."""
+        """Tokens [R] int32, outputs [O] int32 and a head's features [R, H] -> logits [O, V], hidden
+        states after the final norm [R, H] and tapped ones [R, taps * H]; a tap of -1 is left to
+        the caller."""
         rows, width = len(tokens), self._config.hidden_size
         hidden, tapped = torch.empty(rows, width), torch.empty(rows, len(taps) * width)
         logits = torch.empty(len(outputs), self._logits)
@@ -98,9 +121,10 @@ class WholePass:
             (rows, config.num_heads, attention.num_parts, config.head_dim + 2), np.float32
         )
         done = np.zeros((len(places), len(attention.planned[2]), config.num_kv_heads), np.int64)
+        given = _NONE if features is None else features.numpy()
         arguments = (
-            self._formats, self._ends, bits, tokens.numpy(), outputs.numpy(), logits.numpy(),
-            x, hidden.numpy(), tapped.numpy(), places, self._table, caches,
+            self._formats, self._ends, self._start, given, bits, tokens.numpy(), outputs.numpy(),
+            logits.numpy(), x, hidden.numpy(), tapped.numpy(), places, self._table, caches,
             np.array([*self._sizes, layout.page_size, num_pages]), self._eps, self._scale,
             rope.cos.numpy(), rope.sin.numpy(), layout.positions.numpy(), layout.cells.numpy(),
             *attention.planned, fitted, self._stride, wide, seen, parts, done, sync.ctypes.data,
@@ -110,7 +134,7 @@ class WholePass:
         for i, tap in enumerate(taps):
             if tap >= 0 and (j := int(places[tap])) != i:  # a layer that is tapped twice
                 tapped[:, i * width : (i + 1) * width] = tapped[:, j * width : (j + 1) * width]
-        return logits[:, : self._config.vocab_size], hidden, tapped
+        return logits[:, : self._outputs], hidden, tapped
 
     def _buffers(self, rows: int) -> tuple[Tensor, tuple[np.ndarray, int, int, int]]:
         """This thread's memory for a pass, which must not move meanwhile, and in it the residual
@@ -127,29 +151,38 @@ class WholePass:
         return room, (x, fitted, wide, seen)
 
 
-def _four(layer: Layer) -> list[Any]:
+def _four(layer: Any) -> list[Any]:
     return [layer.qkv, layer.o, layer.gate_up, layer.down]
+
+
+def _address(weight: Tensor | None) -> int:
+    return 0 if weight is None else weight.data_ptr()
 
 
 def _addresses(x: PackedLinear) -> tuple[int, int, int]:
     return x.packed.weights.data_ptr(), x.packed.scale.data_ptr(), x.bias.data_ptr()
 
 
-def whole_pass(decoder: Decoder) -> WholePass | None:
-    """The compiled form of a decoder, None where there is none."""
-    embedding, lm_head = decoder.embedding, decoder.lm_head
-    if products() is None or not decoder.layers or not isinstance(embedding, PackedEmbedding):
+def whole_pass(
+    network: Decoder | Head, norm: Tensor | None, head: Head | None = None
+) -> WholePass | None:
+    """The compiled form of a network, None where there is none. Arguments as `WholePass` has."""
+    embedding, lm_head = network.embedding, network.lm_head
+    if products() is None or not network.layers or not isinstance(embedding, PackedEmbedding):
         return None
+    mix: list[Any] = [] if head is None or head.mix is None else [head.mix]
     shapes: set[Any] = set()
-    for layer in decoder.layers:
+    for layer in network.layers:
         four = _four(layer)
-        if not all(isinstance(x, PackedLinear) for x in four):
+        if not all(isinstance(x, PackedLinear) for x in (*four, *mix)):
             return None
         shapes.add(tuple((x.kind, x.in_features, x.out_features) for x in four))
-    one_kind = len(shapes) == 1 and len({kind for kind, _, _ in shapes.pop()}) == 1
-    if not one_kind or not isinstance(lm_head, PackedLinear) or embedding.table.kind == "int4":
+    if len(shapes) != 1 or not isinstance(lm_head, PackedLinear):
         return None
-    return WholePass(decoder, embedding.table, lm_head)
+    kinds = {kind for kind, _, _ in shapes.pop()} | {x.kind for x in mix}
+    if len(kinds) != 1 or embedding.table.kind == "int4":
+        return None
+    return WholePass(network, embedding.table, lm_head, norm, head)
 
 
 def can_run(attention: Attention, kv: SequenceOf[tuple[Tensor, Tensor]]) -> TypeGuard[CpuAttention]:

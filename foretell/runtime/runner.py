@@ -96,7 +96,7 @@ class Runtime:
         assert self.kv is not None
         batch = pack(rows, self.page_table, self.page_size, self.device)
         self.attention.plan(batch.layout)
-        return head.forward(
+        return head.run(
             batch.tokens,
             features,
             batch.outputs,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from foretell.sequence import Sequence
 from foretell.spec.options import read_options
+from foretell.spec.training import Loss, Rule, TrainingBatch
 from foretell.spec.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -139,6 +141,23 @@ class Commit:
     def slots(self) -> list[int]:
         return [sequence.slot for sequence in self.sequences]
 
+    def before(self, limit: int) -> Commit:
+        """Its rows at positions below ``limit``, sequences without any left out."""
+        counts = [len(tokens) - 1 for tokens in self.tokens]
+        kept = [min(n, limit - at) for n, at in zip(counts, self.starts, strict=True)]
+        if kept == counts:
+            return self
+        places = [b for b, count in enumerate(kept) if count > 0]
+        rows: list[int] = []
+        for first, count in zip(accumulate(counts, initial=0), kept, strict=False):
+            rows.extend(range(first, first + count))
+        return Commit(
+            [self.sequences[b] for b in places],
+            [self.starts[b] for b in places],
+            [self.tokens[b][: kept[b] + 1] for b in places],
+            None if self.features is None else self.features[rows],
+        )
+
 
 @dataclass(frozen=True)
 class Ask:
@@ -184,6 +203,8 @@ class Drafter:
 
     needs: Needs = Needs()
     options: Any
+    rule: Rule = Rule()
+    """How its heads are trained where nothing else is said."""
 
     def __init__(self, config: SpeculationConfig, runtime: DraftRuntime) -> None:
         self.config = config
@@ -203,3 +224,12 @@ class Drafter:
 
     def forget(self, slots: list[int]) -> None:
         """Sequences left these slots (finished, aborted, preempted): drop what is kept of them."""
+
+    @staticmethod
+    def loss(head: Any, batch: TrainingBatch, rule: Rule) -> Loss:
+        """How far off a trainable head is over a batch: for schemes that have heads to train.
+
+        Args:
+            head: a `models.trainable` head of this scheme.
+        """
+        raise NotImplementedError

@@ -6,7 +6,6 @@ own rule over it and says how far off it was. Nothing here knows of files, optim
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -41,7 +40,7 @@ class TrainingBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """How a head is told off; the same for every scheme. Each has good defaults for itself.
+    """How a head is told off. Schemes have defaults of their own (`Drafter.rule`).
 
     Args:
         steps: draft tokens to unroll over the head's own output (training-time test, EAGLE-3).
@@ -54,7 +53,7 @@ class Rule:
     steps: int = 3
     decay: float = 0.8
     divergence: Divergence = "kl"
-    regression: float = 0.1
+    regression: float = 0.0
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -77,6 +76,3 @@ class Loss:
     agreed: Tensor | None = None  # [steps] sum of acceptance probabilities 1 - TV at temperature 1
     matched: Tensor | None = None  # [steps] how often draft's and target's likeliest are one
     counted: Tensor | None = None  # [steps] tokens that a step could be judged by
-
-
-LossFunction = Callable[[TrainingBatch], Loss]

@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from foretell.config import SpeculationConfig
 from foretell.spec.drafter import Drafter
 from foretell.spec.tree import MAX_NODES
 
@@ -248,8 +249,14 @@ class TreeOptions(Drafter.Options):
     def shape(self, k: int) -> TreeShape:
         """
         Raises:
-            ValueError: ``tree`` is neither known nor a file that holds a tree.
+            ValueError: ``tree`` is neither known nor a file that holds a tree, or ``k`` was chosen
+                where other options decide.
         """
+        decides = "tree" if self.tree else "depth" if self.depth else ""
+        if decides and k != SpeculationConfig.k:
+            raise ValueError(
+                f"k={k} has no effect beside {decides}={getattr(self, decides)}: leave it out"
+            )
         if self.tree:
             return read_shape(self.tree)
         depth = self.depth or k

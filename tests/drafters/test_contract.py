@@ -113,7 +113,7 @@ def test_unknown_and_bad_options_name_the_legal_ones(method: str) -> None:
         ("prompt-lookup:branches=99", "from 1 to 16"),
         ("prompt-lookup:patience=-1", "patience"),
         ("draft-model:weights=int3", "int8, bf16"),
-        ("eagle", "eagle needs a head: eagle:model="),
+        ("eagle", "eagle needs a head"),
         ("medusa:k=3", "medusa:model="),
         ("eagle3:model=/nowhere", "no such file"),
         ("draft-model:weights=target,model=other", "leave model out"),

@@ -30,5 +30,7 @@ def test_every_scheme_and_option_is_described() -> None:
     for name in schemes():
         assert f"## {name}\n" in GUIDE
         section = GUIDE.split(f"## {name}\n")[1].split("\n## ")[0]
+        assert section.count("```mermaid") == 1, "one picture each"
+        assert GUIDE.count(f"| [{name}](#{name}) |") == 1, "what it needs, costs and gives"
         for option, default in vars(find(name).Options()).items():
             assert f"{option}={default}" in section

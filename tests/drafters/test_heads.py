@@ -33,6 +33,7 @@ VARIANTS: dict[str, Callable[[], tuple[heads.Tensors, dict[str, Any]]]] = {
     "eagle3 norm_before_fc": lambda: changed(
         heads.eagle3(), {"input_norm.weight": torch.linspace(0.5, 1.5, 96)}, norm_before_fc=True
     ),
+    "eagle3 last state only": lambda: last_state_only(),
     "eagle3 rope": lambda: changed(heads.eagle3(), rope_theta=137.0),
     **{f"mtp-{layout}": lambda layout=layout: heads.mtp(layout) for layout in heads.LAYOUTS},
 }
@@ -42,6 +43,12 @@ def changed(
     head: tuple[heads.Tensors, dict[str, Any]], more: heads.Tensors | None = None, **settings: Any
 ) -> tuple[heads.Tensors, dict[str, Any]]:
     return head[0] | (more or {}), head[1] | settings
+
+
+def last_state_only() -> tuple[heads.Tensors, dict[str, Any]]:
+    tensors, config = changed(heads.eagle3(), eagle_config={"use_aux_hidden_state": False})
+    del tensors["fc.weight"]
+    return tensors, config
 
 
 class Recorder:
@@ -257,5 +264,9 @@ def test_bad_vocabulary_files(listed: str, message: str, tmp_path: Path) -> None
     (tmp_path / "ids.json").write_text(listed)
     with pytest.raises(ValueError, match=message):
         fresh(f"{heads.scheme('eagle')},draft_vocab={tmp_path / 'ids.json'}")
+    head = heads.eagle3()[0]
+    (tmp_path / "ids.json").write_text(json.dumps((~head["t2d"]).nonzero()[:, 0].tolist()))
+    with pytest.raises(ValueError, match="none of the tokens that the head knows"):
+        fresh(f"{heads.scheme('eagle3')},draft_vocab={tmp_path / 'ids.json'}")
     with pytest.raises(ValueError, match=r"token_ranking\.json is missing"):
         fresh(f"{heads.scheme('eagle')},draft_vocab=20")

@@ -13,7 +13,6 @@ from torch import Tensor
 from foretell.llm import LLM
 from foretell.spec.drafter import Commit
 from tests import heads, tiny
-from tests.models.test_head_formats import MAKERS
 
 PROMPTS = tiny.prompts(6, seed=3)
 PARAMS = tiny.greedy(max_tokens=30)
@@ -38,7 +37,7 @@ def texts(llm: LLM) -> list[tuple[list[int], Tensor]]:
 
 
 def trained(kind: str, data: list[tuple[list[int], Tensor]], steps: int) -> heads.Tensors:
-    tensors, config = MAKERS[kind]()
+    tensors, config = heads.MAKERS[kind]()
     if kind == "eagle":  # without norms large weights do not train
         tensors = {name: 0.2 * t if t.dim() == 2 else t for name, t in tensors.items()}
     target = load_file(tiny.model("f32").path / "model.safetensors")
@@ -63,12 +62,12 @@ def trained(kind: str, data: list[tuple[list[int], Tensor]], steps: int) -> head
     return tensors | {name: t.detach().float() for name, t in plain.t.items()}
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", heads.LAYERED)
 def test_a_trained_head_is_accepted(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     untrained = tiny.llm(f"{heads.scheme(kind)},k=2", max_num_seqs=1, prefix_caching=False)
     data = texts(untrained)
-    path = heads.write(trained(kind, data, 400), MAKERS[kind]()[1], tmp_path)
+    path = heads.write(trained(kind, data, 400), heads.MAKERS[kind]()[1], tmp_path)
     method = kind.split("-")[0]
     taus: list[float] = []
     for options in ("k=2", "depth=2,topk=2,nodes=5"):

@@ -24,6 +24,7 @@ SCHEMES = [
     "draft-model:weights=target,depth=4,topk=3,nodes=12",
     f"{heads.scheme('eagle-norms')},k=3",
     f"{heads.scheme('eagle3')},depth=3,topk=2,nodes=7",
+    f"{heads.scheme('mtp-mimo')},depth=3,topk=2,nodes=7",
     f"{heads.scheme('medusa')},k=6",
 ]
 SHARED = tiny.prompts(1, seed=8)[0] * 2
@@ -45,7 +46,7 @@ def answers():
 
 
 def small(scheme: str, num_pages: int = 26, **options) -> LLM:
-    layers = {"draft-model": 4, "eagle": 3, "eagle3": 3}.get(scheme.split(":")[0], 2)
+    layers = {"draft-model": 4, "eagle": 3, "eagle3": 3, "mtp": 3}.get(scheme.split(":")[0], 2)
     memory = f"{num_pages * layers * 512}B"
     options = {"max_num_seqs": 4, "max_model_len": 100, "kv_memory": memory} | options
     llm = tiny.llm(scheme, **options)

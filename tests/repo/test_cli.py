@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from foretell.flags import field_docs
 from foretell.models.checkpoint import Checkpoint
 from foretell.sequence import SamplingParams, Stats
 from foretell.terminal import Origins, Screen, stats_line
-from tests import tiny
+from tests import heads, tiny
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456 \n"[: tiny.VOCAB - 2]
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }} {{ m.content }}\n{% endfor %}a "
@@ -151,6 +152,39 @@ def test_speculation_does_not_change_what_is_printed(run):
     assert plain[1] == speculative[1]
     assert len(plain[1]) == 25
     assert "tok/s" in speculative[2]
+
+
+@pytest.mark.parametrize("kind", heads.KINDS)
+def test_a_head_from_disk_does_not_change_it_either(kind, run):
+    plain = run("generate", "abc", *GREEDY)
+    scheme = f"--speculation={heads.scheme(kind)},depth=5,topk=4,nodes=24"
+    status, out, err = run("generate", "abc", *GREEDY, scheme, "--stats")
+    assert (status, out) == plain[:2]
+    assert re.search(r"accepted \d+ of \d{3} drafted", err), err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("depth=0,topk=0", "topk=0: must be from 1 to 63"),
+        ("depth=64", "depth=64"),
+        ("depth=five", "a whole number"),
+        ("depth=5,topk=1000", "topk=1000: must be from 1 to 63"),
+        ("depth=5,topk=4,nodes=64", "nodes=64: must be from 1 to 63"),
+        ("depth=5,nodes=24", "topk=1 is a chain"),
+        ("tree=eagle,topk=4", "a fixed tree has its own"),
+        ("tree=eagle,k=3", "k=3 has no effect beside tree=eagle"),
+        ("tree=media", "nor one of medusa, eagle"),
+        ("weights=int3", "int3"),
+        ("draft_vocab=./nowhere.json", "nowhere.json is missing"),
+        ("width=3", "no option 'width'"),
+        ("trust=0", "trust=0.0"),
+    ],
+)
+def test_a_wrong_option_of_a_head_gets_one_line(options, says, run):
+    status, out, err = run("generate", "x", f"--speculation={heads.scheme('eagle3')},{options}")
+    assert (status, out, err.count("\n")) == (2, "", 1), err
+    assert says in err
 
 
 def test_prompts_from_arguments_files_and_standard_input(run, tmp_path, monkeypatch):

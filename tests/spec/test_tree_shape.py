@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foretell.config import SpeculationConfig
+from foretell.drafters import check
 from foretell.spec.drafter import Drafter
 from foretell.spec.options import read_options
 from foretell.spec.tree_shape import (
@@ -111,11 +112,11 @@ def test_options_give_shapes():
     assert isinstance(options(), Drafter.Options)
     assert options().is_chain
     assert options().shape(6).fixed().paths == chain(6).paths
-    assert options(depth="3").shape(6).num_nodes == 3
-    assert options(depth="5", topk="4", nodes="24").shape(6) == DynamicShape(5, 4, 24)
+    assert options(depth="3").shape(5).num_nodes == 3
+    assert options(depth="5", topk="4", nodes="24").shape(5) == DynamicShape(5, 4, 24)
     assert options(topk="4").shape(6) == DynamicShape(6, 4, 24)
-    assert options(topk="4", depth="20").shape(6).num_nodes == 63
-    assert options(tree="eagle").shape(6).num_nodes == 25
+    assert options(topk="4", depth="20").shape(5).num_nodes == 63
+    assert options(tree="eagle").shape(5).num_nodes == 25
     assert not options(tree="eagle").is_chain
 
 
@@ -133,6 +134,22 @@ def test_options_give_shapes():
 def test_options_out_of_range(given: dict[str, str], message: str):
     with pytest.raises(ValueError, match=message):
         options(**given)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tree=eagle,k=3", "k=3 has no effect beside tree=eagle: leave it out"),
+        ("depth=4,k=3", "k=3 has no effect beside depth=4"),
+        ("depth=4,topk=2,nodes=8,k=8", "k=8 has no effect beside depth=4"),
+    ],
+)
+@pytest.mark.parametrize("method", ["draft-model", "eagle", "eagle3", "mtp", "medusa"])
+def test_k_beside_what_decides_instead_is_refused(method: str, text: str, message: str):
+    config = SpeculationConfig.parse(f"{method}:{text}")
+    assert config is not None
+    with pytest.raises(ValueError, match=message):
+        check(config)
 
 
 def test_command_line_form():

@@ -1,0 +1,137 @@
+"""`foretell certify`: does speculation change anything, with this model, draft and prompts?"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from foretell.bench.certificate import Certificate, identify, print_verdict
+from foretell.bench.certify_config import CertifyConfig
+from foretell.bench.certify_law import num_tests, same_law
+from foretell.bench.certify_part import Part, Rig
+from foretell.bench.certify_same import num_ways, references, requests, same_text
+from foretell.bench.certify_state import audit, self_acceptance, self_requests
+from foretell.bench.environment import environment
+from foretell.bench.run import check_writable, write_whole
+from foretell.bench.workloads import Conversation, by_category, default_workload, read_workload
+from foretell.config import EngineConfig
+from foretell.drafters import check
+from foretell.models.loader import load
+from foretell.progress import progress_bar
+
+LOSSY = frozenset({"typical", "threshold"})
+
+
+def certify(
+    engine: EngineConfig,
+    config: CertifyConfig | None = None,
+    *,
+    prompts: Path | None = None,
+    json: Path | None = None,
+    html: Path | None = None,
+    console: Console | None = None,
+) -> bool:
+    """Checks that speculation changes nothing and prints a verdict.
+
+    Args:
+        engine: model, limits and the scheme to certify.
+        config: how much is asked.
+        prompts: JSONL of prompts, see `foretell.bench.workloads.parse`; None is our own workload.
+        json: file for everything found.
+        html: file for the certificate, one page.
+
+    Returns:
+        True if every part passed.
+
+    Raises:
+        ValueError: an option, the file of prompts or the model is wrong; or the rule is lossy by
+            its nature, so that there is nothing to certify.
+    """
+    config, console = config or CertifyConfig(), console or Console()
+    if engine.speculation is None:
+        raise ValueError("nothing to certify: give --speculation a scheme")
+    check(engine.speculation)
+    if engine.speculation.verification in LOSSY:
+        raise ValueError(
+            f"verification={engine.speculation.verification} changes the text by its nature: "
+            "certify coupled, rejection or block"
+        )
+    for path in (json, html):
+        if path is not None:
+            check_writable(path)
+    conversations = read_workload(prompts) if prompts else default_workload()
+    target = load(engine.model, engine.weights, max_model_len=engine.max_model_len)
+    rig = Rig(engine, target, config)
+    start = time.time()
+    parts = run_parts(rig, spread(conversations, config.limit))
+    about = identify(rig) | {
+        "prompts": str(prompts.name if prompts else "foretell's own workload"),
+        "seconds": round(time.time() - start, 1),
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(start)),
+        "environment": environment(),
+    }
+    certificate = Certificate(about, config, parts)
+    print_verdict(certificate, console)
+    if json is not None:
+        write_whole(json, certificate.json())
+    if html is not None:
+        write_whole(html, certificate.html())
+    return certificate.passed
+
+
+def run_parts(rig: Rig, conversations: list[Conversation]) -> list[Part]:
+    """Every part, one after the other."""
+    config = rig.config
+    prompts = encode(rig, conversations)
+    asked = requests(prompts, config.max_tokens, config.seed)
+    with progress_bar("plain decoding", len(asked)) as advance:
+        answers = references(rig, asked, advance)
+    left_out = len(asked) - len(answers)
+    with progress_bar("same text", num_ways(rig) * len(answers)) as advance:
+        same, bits, scheme = same_text(rig, answers, left_out, advance)
+    with progress_bar(
+        "same distribution", num_tests(rig, len(prompts)) * config.samples
+    ) as advance:
+        law = same_law(rig, rig.make(None, config.batch), prompts, advance)
+    own = self_requests(asked)
+    with progress_bar("acceptance 1.0", len(own)) as advance:
+        accepted = self_acceptance(rig, own, advance)
+    some = [request for request, _ in answers if not request.params.grammar]
+    with progress_bar("KV audit", 2 * len(some)) as advance:
+        kept = audit(rig, scheme, some, advance)
+    return [same, bits, law, accepted, kept]
+
+
+def spread(conversations: list[Conversation], limit: int) -> list[Conversation]:
+    """At most ``limit`` conversations: one of each category in turn, evenly spaced."""
+    groups = list(by_category(conversations).values())
+    most = max(len(group) for group in groups)
+    order = [group[i] for i in range(most) for group in groups if i < len(group)]
+    return order[:limit]
+
+
+def encode(rig: Rig, conversations: list[Conversation]) -> dict[str, list[int]]:
+    """Token ids of each first turn, through the chat template where there is one.
+
+    Raises:
+        ValueError: no prompt leaves room for its answer.
+    """
+    tokenizer = rig.target.tokenizer
+    limit = rig.engine.max_model_len or rig.target.config.max_position_embeddings
+    made: dict[str, list[int]] = {}
+    for conversation in conversations:
+        text = conversation.turns[0]
+        if tokenizer.has_chat_template:
+            ids = tokenizer.apply_chat_template([{"role": "user", "content": text}])
+        else:
+            ids = tokenizer.encode(text)
+        if len(ids) + rig.config.max_tokens + 8 <= limit:
+            made[conversation.id] = ids
+    if not made:
+        raise ValueError(
+            f"no prompt leaves room for an answer of {rig.config.max_tokens} tokens in a context "
+            f"of {limit}; lower max_tokens or take other prompts"
+        )
+    return made

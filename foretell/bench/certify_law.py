@@ -1,0 +1,252 @@
+"""Rejection verification keeps the target's distribution: counts of many seeded answers against
+the law of their first tokens, which plain decoding's log-probabilities give exactly.
+
+Each test compares the counts of all texts of `HORIZON` tokens (the first comes without a draft)
+with their exact probabilities by the likelihood ratio G. Its p-value is the rank of G among
+multinomial samples of the law itself: exact for any sample size, no cell needs a least count.
+A test whose p-value is below its share of `ALARM` is done again with new seeds, and only if both
+are, it fails. So a sound engine fails with a probability of at most ``ALARM**2`` a run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from foretell.bench.certify_part import Part, Progress, Rig, check_drafter, guarded
+from foretell.llm import LLM
+from foretell.sequence import SamplingParams
+
+HORIZON = 3
+ALARM = 1e-3
+"""Probability that any test at all is done again though nothing is wrong."""
+_PROMPTS, _SLOTS = 2, 64
+_TIE = 1e-4
+"""Log-probabilities nearer than this may be in another order in float32: no such law is used."""
+
+Text = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a test samples with; few tokens stay, so that all texts can be enumerated."""
+
+    name: str
+    temperature: float
+    top_k: int
+    frequency: float = 0.0
+    presence: float = 0.0
+
+    def params(self, seed: int, k: int) -> SamplingParams:
+        """Room behind the horizon, so that drafts there are as long as anywhere."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            frequency_penalty=self.frequency,
+            presence_penalty=self.presence,
+            max_tokens=HORIZON + min(k, 4) + 1,
+            ignore_eos=True,
+            seed=seed,
+        )
+
+    def law(self, top: tuple[tuple[int, float], ...], text: Text) -> dict[int, float]:
+        """The next token's law by definition, in float64.
+
+        Args:
+            top: the likeliest tokens with their log-probabilities, at least top_k + HORIZON.
+            text: the answer so far, which penalties count.
+
+        Raises:
+            _Tie: which tokens stay depends on rounding.
+        """
+        held = Counter(text)
+        scores = sorted(
+            (
+                (value - self.frequency * held[token] - self.presence * (token in held), token)
+                for token, value in top
+            ),
+            key=lambda pair: (-pair[0], pair[1]),
+        )
+        kept = scores[: self.top_k]
+        if len(scores) > self.top_k and kept[-1][0] - scores[self.top_k][0] < _TIE:
+            raise _Tie
+        weights = np.exp((np.array([s for s, _ in kept]) - kept[0][0]) / self.temperature)
+        return dict(zip((t for _, t in kept), (weights / weights.sum()).tolist(), strict=True))
+
+
+SETTINGS = (
+    Setting("temperature 1, top-k 4", 1.0, 4),
+    Setting("temperature 1.6, top-k 3", 1.6, 3),
+    Setting("penalties, top-k 4", 1.2, 4, frequency=1.5, presence=0.5),
+)
+
+
+class _Tie(Exception):
+    pass
+
+
+def rules(rig: Rig) -> list[str]:
+    """Rules whose distribution is tested: the scheme's own, and `rejection`."""
+    return list(dict.fromkeys([rig.speculation.verification, "rejection"]))
+
+
+def num_tests(rig: Rig, num_prompts: int) -> int:
+    return len(rules(rig)) * len(SETTINGS) * min(_PROMPTS, num_prompts)
+
+
+def same_law(rig: Rig, plain: LLM, prompts: dict[str, list[int]], advance: Progress) -> Part:
+    """Tests each rule under each setting on two prompts for which the scheme drafts."""
+    tests = num_tests(rig, len(prompts))
+    level = ALARM / tests
+    part = Part(
+        "same distribution",
+        "first tokens of many answers are distributed as the target's own law says (a sound "
+        f"engine fails with a probability of at most {ALARM**2:.0e})",
+    )
+    with guarded(part):
+        for rule in rules(rig):
+            _test_rule(part, rig, plain, rule, prompts, level, advance)
+    return part
+
+
+def _test_rule(
+    part: Part,
+    rig: Rig,
+    plain: LLM,
+    rule: str,
+    prompts: dict[str, list[int]],
+    level: float,
+    advance: Progress,
+) -> None:
+    wanted = min(_PROMPTS, len(prompts))
+    speculation = replace(rig.speculation, verification=rule)  # type: ignore[arg-type]
+    llm = rig.make(speculation, _SLOTS)
+    for setting in SETTINGS:
+        done = 0
+        for name, ids in prompts.items():
+            if done == wanted:
+                break
+            done += _test(part, rig, llm, plain, rule, setting, name, ids, level, advance)
+        if done < wanted:
+            part.notes.append(
+                f"{rule}, {setting.name}: {done} of {wanted} tests done; the scheme drafts "
+                "nothing behind the first token of the other prompts"
+            )
+    if not any(d["rule"] == rule for d in part.details):
+        part.fail(f"{rule}: nothing was drafted where it could be tested: take other prompts")
+    check_drafter(part, llm, llm.engine.metrics.drafted)
+
+
+def _test(
+    part: Part,
+    rig: Rig,
+    llm: LLM,
+    plain: LLM,
+    rule: str,
+    setting: Setting,
+    prompt: str,
+    ids: list[int],
+    level: float,
+    advance: Progress,
+) -> bool:
+    """One test. False if this prompt is not fit for it."""
+    try:
+        law = exact_law(plain, ids, setting)
+    except _Tie:
+        return False
+    where = f"{prompt}, {rule}, {setting.name}"
+    count, details = rig.config.samples, dict[str, Any]()
+    for attempt in range(2):
+        seed = rig.config.seed + (1 + attempt) * 2**40
+        seen, drafted = _sample(llm, rig, setting, ids, count, seed, advance)
+        if drafted < count // 20:  # too few drafts to say anything about them
+            return False
+        outside = {text: n for text, n in seen.items() if text not in law}
+        p = 0.0 if outside else p_value(seen, law, level, seed)
+        part.count("answers", count)
+        part.count("drafted", drafted)
+        details = {"rule": rule, "setting": setting.name, "prompt": prompt, "texts": len(law)}
+        details |= {"answers": count, "drafted": drafted, "p": p, "attempt": attempt + 1}
+        details["outside"] = [[list(text), n] for text, n in list(outside.items())[:5]]
+        if p >= level or outside:
+            break
+    part.details.append(details)
+    part.count("tests")
+    if details["outside"]:
+        text, n = details["outside"][0]
+        part.fail(f"{where}: {n} answers begin with {text}, which the target's law excludes")
+    elif details["p"] < level:
+        text, n, expected = _farthest(seen, law, count)
+        part.fail(
+            f"{where}: not the target's distribution, p <= {details['p']:.2g} twice (limit "
+            f"{level:.2g}); for example {list(text)} came {n} times where {expected:.1f} are due"
+        )
+    return True
+
+
+def _sample(
+    llm: LLM, rig: Rig, setting: Setting, ids: list[int], count: int, seed: int, advance: Progress
+) -> tuple[Counter[Text], int]:
+    """First tokens of ``count`` independent answers, and drafts among them that were checked."""
+    seen, drafted = Counter[Text](), 0
+    for at in range(0, count, _SLOTS):
+        size = min(_SLOTS, count - at)
+        params = [setting.params(seed + at + i, rig.speculation.k) for i in range(size)]
+        for result in llm.generate([ids] * size, params):
+            seen[tuple(result.token_ids[:HORIZON])] += 1
+            drafted += result.stats.drafted
+        advance(size)
+    return seen, drafted
+
+
+def exact_law(plain: LLM, ids: list[int], setting: Setting) -> dict[Text, float]:
+    """Probabilities of all texts of HORIZON tokens, from plain decoding's log-probabilities behind
+    each of their beginnings."""
+    law: dict[Text, float] = {(): 1.0}
+    look = SamplingParams(
+        temperature=0, max_tokens=1, ignore_eos=True, logprobs=setting.top_k + HORIZON + 1
+    )
+    for _ in range(HORIZON):
+        results = plain.generate([[*ids, *text] for text in law], look)
+        longer: dict[Text, float] = {}
+        for (text, weight), result in zip(law.items(), results, strict=True):
+            assert result.logprobs is not None
+            for token, p in setting.law(result.logprobs[0].top, text).items():
+                longer[(*text, token)] = weight * p
+        law = longer
+    return law
+
+
+def p_value(seen: Counter[Text], law: dict[Text, float], level: float, seed: int) -> float:
+    """Of the likelihood ratio G, by simulation of the law until ten samples reach it, or until it
+    is certainly below ``level`` (Besag and Clifford 1991): exact whatever the counts."""
+    texts = sorted(law)
+    p = np.array([law[text] for text in texts])
+    p /= p.sum()
+    observed = np.array([seen[text] for text in texts])
+    actual = _ratio(observed[None], p)[0]
+    rng, most, enough, runs, above = np.random.default_rng(seed), int(20 / level), 10, 0, 0
+    while runs < most:
+        samples = rng.multinomial(int(observed.sum()), p, min(100 if runs < 1000 else 5000, most))
+        reached = np.flatnonzero(_ratio(samples, p) >= actual - 1e-9)
+        if above + len(reached) >= enough:
+            return enough / (runs + int(reached[enough - above - 1]) + 1)
+        runs, above = runs + len(samples), above + len(reached)
+    return (above + 1) / (runs + 1)
+
+
+def _ratio(counts: np.ndarray, p: np.ndarray) -> np.ndarray:
+    """G / 2 of each row of counts [R, cells]: sum O log(O / E)."""
+    expected = counts.sum(1, keepdims=True) * p
+    with np.errstate(divide="ignore", invalid="ignore"):
+        terms = counts * np.log(counts / expected)
+    return np.where(counts > 0, terms, 0.0).sum(1)
+
+
+def _farthest(seen: Counter[Text], law: dict[Text, float], count: int) -> tuple[Text, int, float]:
+    """The text whose count is most unlikely, with count and expectation."""
+    far = max(law, key=lambda t: abs(seen[t] - count * law[t]) / (count * law[t] + 1e-9) ** 0.5)
+    return far, seen[far], count * law[far]

@@ -1,0 +1,123 @@
+"""What certifying is made of: the requests that are asked, and what each part of it found."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from foretell.bench.certify_config import CertifyConfig
+from foretell.config import EngineConfig, SpeculationConfig
+from foretell.llm import LLM
+from foretell.models.loader import LoadedModel
+from foretell.sequence import SamplingParams
+
+log = logging.getLogger("foretell")
+
+MOST_FINDINGS = 10
+"""Of one part: what is wrong at all is wrong everywhere."""
+Progress = Callable[[int], None]
+
+
+@dataclass
+class Part:
+    """One thing that was checked. It passed if it found nothing."""
+
+    name: str
+    claim: str
+    """What holds if it passed."""
+    counts: dict[str, int] = field(default_factory=dict[str, int])
+    """How much was looked at."""
+    findings: list[str] = field(default_factory=list[str])
+    """What is wrong, one line each."""
+    notes: list[str] = field(default_factory=list[str])
+    """What was left out or should be known."""
+    details: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """Findings and tests as data."""
+
+    @property
+    def passed(self) -> bool:
+        return not self.findings
+
+    def count(self, name: str, number: int = 1) -> None:
+        self.counts[name] = self.counts.get(name, 0) + number
+
+    def fail(self, finding: str, **details: Any) -> None:
+        """Takes in one finding; beyond the first few they are only counted."""
+        self.count("failures")
+        if len(self.findings) < MOST_FINDINGS:
+            self.findings.append(finding)
+            if details:
+                self.details.append(details)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt under one setting."""
+
+    prompt: str
+    """Its name."""
+    setting: str
+    ids: list[int]
+    params: SamplingParams
+
+    @property
+    def name(self) -> str:
+        return f"{self.prompt}, {self.setting}"
+
+
+@dataclass(frozen=True)
+class Rig:
+    """Makes the engines that are compared; all of them run one loaded target.
+
+    Args:
+        engine: model, limits, and the scheme that is certified.
+        target: loaded already.
+    """
+
+    engine: EngineConfig
+    target: LoadedModel
+    config: CertifyConfig
+
+    @property
+    def speculation(self) -> SpeculationConfig:
+        assert self.engine.speculation is not None
+        return self.engine.speculation
+
+    def make(self, speculation: SpeculationConfig | str | None, slots: int, **changes: Any) -> LLM:
+        """An engine with so many slots."""
+        names = set(EngineConfig.__dataclass_fields__) - {"model", "speculation"}
+        options = {name: getattr(self.engine, name) for name in names}
+        rows = max(slots, self.engine.max_num_batched_tokens)
+        options |= {"max_num_seqs": slots, "max_num_batched_tokens": rows} | changes
+        return LLM(self.target, speculation=speculation, **options)
+
+    def plain_alone(self) -> LLM:
+        """The reference: no drafter, one request at a time, nothing shared."""
+        return self.make(None, 1, prefix_caching=False)
+
+
+@contextmanager
+def guarded(part: Part) -> Iterator[None]:
+    """An engine that breaks has failed the part."""
+    try:
+        yield
+    except ValueError:  # an option that does not fit: the user's to put right
+        raise
+    except Exception as error:
+        log.error("certifying: %s", part.name, exc_info=error)
+        part.fail(f"the engine broke down: {type(error).__name__}: {error}")
+
+
+def check_drafter(part: Part, llm: LLM, drafted: int) -> None:
+    """A scheme that failed or never drafted shows nothing."""
+    metrics = llm.engine.metrics
+    if metrics.drafter_errors:
+        part.fail(
+            f"the drafter failed {metrics.drafter_errors} times ({metrics.last_drafter_error}); "
+            "the text stayed, but nothing is shown about this draft"
+        )
+    elif not drafted:
+        part.fail("nothing was drafted: take other prompts or a scheme that drafts for them")

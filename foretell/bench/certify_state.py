@@ -1,0 +1,159 @@
+"""What text cannot show: acceptance of a target that drafts for itself, and the bytes in KV."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from foretell.bench.certify_part import Part, Progress, Request, Rig, check_drafter, guarded
+from foretell.llm import LLM
+from foretell.sequence import SamplingParams, Sequence
+
+_COPIES = 2
+"""The audit asks everything twice: the second time prompts come out of the prefix cache."""
+
+
+def self_acceptance(rig: Rig, asked: list[Request], advance: Progress) -> Part:
+    """A target that drafts for itself with the same weights must never be refused."""
+    part = Part(
+        "acceptance 1.0",
+        "a target that drafts for itself is never refused: drafts see the same positions, KV, "
+        "sampling and noise as the target",
+    )
+    with guarded(part):
+        _check_acceptance(part, rig, asked, advance)
+    return part
+
+
+def _check_acceptance(part: Part, rig: Rig, asked: list[Request], advance: Progress) -> None:
+    llm = rig.make(f"draft-model:weights=target,k={min(rig.speculation.k, 8)}", rig.config.batch)
+    for request, answer in zip(
+        asked, llm.generate([r.ids for r in asked], [r.params for r in asked]), strict=True
+    ):
+        stats = answer.stats
+        part.count("drafted", stats.drafted)
+        part.count("accepted", stats.accepted)
+        if stats.accepted != stats.drafted:
+            part.fail(
+                f"{request.name}: {stats.accepted} of {stats.drafted} accepted; by position "
+                f"{stats.accepted_by_position} of {stats.drafted_by_position}"
+            )
+        advance(1)
+    check_drafter(part, llm, part.counts.get("drafted", 0))
+    _check_pages(part, llm, "self-drafting")
+
+
+def self_requests(asked: list[Request]) -> list[Request]:
+    """Settings that a draft follows too: temperature and filters, no history and no grammar."""
+    plain = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "seed", "logprobs")
+    other = {name for name in SamplingParams.__dataclass_fields__ if name not in plain}
+    default = SamplingParams()
+    return [
+        request
+        for request in asked
+        if all(getattr(request.params, name) == getattr(default, name) for name in other)
+    ]
+
+
+def audit(rig: Rig, scheme: LLM, asked: list[Request], advance: Progress) -> Part:
+    """KV of requests that still run, against a clean rebuild of the same text; then the pages.
+
+    Args:
+        scheme: the engine that answered everything before; nothing of that may be left in it.
+    """
+    part = Part(
+        "KV audit",
+        "KV of the target, and of the draft where it has its own, is that of a clean rebuild, "
+        "byte by byte; every page comes back",
+    )
+    with guarded(part):
+        _check_kv(part, rig, scheme, asked, advance)
+    return part
+
+
+def _check_kv(part: Part, rig: Rig, scheme: LLM, asked: list[Request], advance: Progress) -> None:
+    clean = rig.make(rig.speculation, 1, prefix_caching=False)
+    for _ in range(_COPIES):
+        for at in range(0, len(asked), rig.config.batch):
+            group = asked[at : at + rig.config.batch]
+            half = _under_way(scheme, group, rig.config.max_tokens // 2)
+            for request, sequence in zip(group, half, strict=True):
+                if not sequence.finished:
+                    _compare(part, scheme, clean, request, sequence)
+                    part.count("requests")
+                advance(1)
+            scheme.close()
+    if not part.counts.get("requests"):
+        part.fail("no answer was long enough to be looked at while it runs: take other prompts")
+    _check_pages(part, scheme, "after everything")
+
+
+def _under_way(llm: LLM, asked: list[Request], least: int) -> list[Sequence]:
+    """Runs requests together until each has so many tokens or has ended; they stay in."""
+    sequences = [
+        sequence
+        for request in asked
+        for sequence in llm.sequences(
+            request.ids, replace(request.params, ignore_eos=True), speculate=True
+        )
+    ]
+    for sequence in sequences:
+        llm.engine.add(sequence)
+    while any(not s.finished and s.num_output < least for s in sequences):
+        with torch.inference_mode():
+            llm.engine.step()
+        llm.engine.check()
+    return sequences
+
+
+def _compare(part: Part, llm: LLM, clean: LLM, request: Request, sequence: Sequence) -> None:
+    """Every cell that is final, of every layer."""
+    count = sequence.num_computed
+    assert count < len(sequence.tokens)
+    # With room for more than its first token, or it would have ended and let its pages go.
+    again = replace(request, ids=list(sequence.tokens), params=SamplingParams(max_tokens=8))
+    (copy,) = _under_way(clean, [again], 1)
+    for group in _layers(llm):
+        if group != "target" and not sequence.speculate:
+            continue
+        mine, theirs = _cells(llm, group, sequence, count), _cells(clean, group, copy, count)
+        part.count(f"{group} cells", count)
+        if not torch.equal(mine, theirs):
+            wrong = (mine != theirs).flatten(2).any(2)  # [2 * layers, count]
+            first = int(wrong.any(0).nonzero()[0])
+            layer = int(wrong[:, first].nonzero()[0]) // 2
+            most = float((mine[:, first].float() - theirs[:, first].float()).abs().max())
+            part.fail(
+                f"{request.name}: KV of the {group} differs from position {first} on (layer "
+                f"{layer}, by up to {most:.3g}; the prompt has {len(request.ids)} tokens, "
+                f"{int(wrong.any(0).sum())} of {count} cells differ)"
+            )
+    clean.close()
+
+
+def _layers(llm: LLM) -> list[str]:
+    kv = llm.engine.runtime.kv
+    assert kv is not None
+    return list(kv.layers)
+
+
+def _cells(llm: LLM, group: str, sequence: Sequence, count: int) -> Tensor:
+    """The first ``count`` cells of a sequence: [2 * layers, count, Hkv, D], K and V in turn."""
+    kv = llm.engine.runtime.kv
+    assert kv is not None
+    caches = [cache[sequence.pages] for layer in kv.layers[group] for cache in layer]
+    return torch.stack([cache.transpose(1, 2).flatten(0, 1)[:count] for cache in caches])
+
+
+def _check_pages(part: Part, llm: LLM, when: str) -> None:
+    engine = llm.engine
+    try:
+        engine.check()
+    except AssertionError as error:
+        part.fail(f"{when}: the engine's books do not agree: {error}")
+    cache = engine.cache
+    part.count("pages", cache.num_pages)
+    if engine.has_work or cache.num_free != cache.num_pages:
+        part.fail(f"{when}: {cache.num_pages - cache.num_free} of {cache.num_pages} pages are lost")

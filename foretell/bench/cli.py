@@ -1,0 +1,111 @@
+"""The commands that measure and prove. As in `foretell.cli`, nothing heavy is imported up here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from foretell.bench.certify_config import CertifyConfig
+from foretell.bench.run import BenchConfig
+from foretell.config import EngineConfig
+from foretell.flags import from_fields
+from foretell.terminal import get_model
+
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Spec-Bench JSONL in place of the workload that comes with foretell.",
+    ),
+]
+Json = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write everything measured to this file."),
+]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        metavar="FILE",
+        help="Write each step and its phases as trace events, for ui.perfetto.dev.",
+    ),
+]
+
+
+@from_fields(EngineConfig, BenchConfig, without=("speculation", "prefix_caching"))
+def bench(
+    engine: EngineConfig,
+    config: BenchConfig,
+    speculation: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SCHEME[:NAME=VALUE,...]",
+            help="Scheme to compare with plain decoding; again for more. "
+            "prompt-lookup and draft-model:weights=int4 if not given.",
+        ),
+    ] = None,
+    prompts: Prompts = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="INTEGER", help="At most so many conversations of each category."
+        ),
+    ] = None,
+    json_file: Json = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Tables in Markdown.")] = False,
+    trace: TraceFile = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write plots and numbers as one page of HTML."),
+    ] = None,
+    break_even: Annotated[
+        bool,
+        typer.Option("--break-even", help="Measure 1, 2, 4, 8, 16 conversations at once too."),
+    ] = False,
+) -> None:
+    """Measure schemes against plain decoding. They take turns, prompt by prompt."""
+    get_model(engine.model)
+    from foretell.bench.command import bench as measure
+
+    same_text = measure(
+        speculation or (),
+        config,
+        engine,
+        prompts=prompts,
+        limit=limit,
+        json=json_file,
+        as_markdown=markdown,
+        trace=trace,
+        report=report,
+        break_even=break_even,
+    )
+    if not same_text:
+        raise typer.Exit(1)
+
+
+@from_fields(
+    EngineConfig,
+    CertifyConfig,
+    without=("prefix_caching", "max_num_seqs"),
+    speculation="prompt-lookup:k=8",
+)
+def certify(
+    engine: EngineConfig,
+    config: CertifyConfig,
+    prompts: Prompts = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A first look: a fifth of it.")] = False,
+    json_file: Json = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the certificate, one page of HTML."),
+    ] = None,
+) -> None:
+    """Prove that speculation changes nothing, on this model, draft and prompts."""
+    get_model(engine.model)
+    from foretell.bench.certify import certify as prove
+
+    config = config.quick() if quick else config
+    if not prove(engine, config, prompts=prompts, json=json_file, html=html):
+        raise typer.Exit(1)

@@ -1,0 +1,131 @@
+"""Steps as they followed each other: taken from an engine, drawn one lane an arm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from html import escape
+
+from foretell.bench.run import Arm
+from foretell.engine.metrics import PHASES
+from foretell.llm import LLM
+from foretell.sequence import SamplingParams
+
+_WIDTH, _LANE, _BAR = 900, 74, 30
+_MOST_STEPS = 8
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step; times in seconds."""
+
+    phases: list[tuple[str, float, float]]  # name, start, end
+    counts: Mapping[str, int]
+
+    @property
+    def start(self) -> float:
+        return self.phases[0][1]
+
+    @property
+    def end(self) -> float:
+        return self.phases[-1][2]
+
+
+@dataclass
+class Recorder:
+    """A listener that keeps every step in memory: for short runs."""
+
+    steps: list[Step] = field(default_factory=list[Step])
+    _phases: list[tuple[str, float, float]] = field(default_factory=list[tuple[str, float, float]])
+
+    def phase(self, name: str, start: float, end: float) -> None:
+        if name == "schedule":
+            self._phases = []
+        self._phases.append((name, start, end))
+
+    def step(self, counts: Mapping[str, int]) -> None:
+        self.steps.append(Step(self._phases, dict(counts)))
+
+
+def record(arms: list[Arm], ids: list[int], seed: int, temperature: float) -> dict[str, list[Step]]:
+    """Some steps of each arm on one prompt, those after the prompt's own and a few more. Nothing
+    is measured with them."""
+    params = SamplingParams(temperature=temperature, seed=seed, max_tokens=96)
+    found: dict[str, list[Step]] = {}
+    for arm in arms:
+        assert isinstance(arm.llm, LLM)
+        recorder = Recorder()
+        arm.llm.engine.metrics.trace_to(recorder)
+        arm.llm.generate(ids, params, speculate=arm.speculate)
+        decoding = [step for step in recorder.steps if step.counts["rows"] < len(ids)]
+        found[arm.name] = _window(decoding)
+    return found
+
+
+def _window(steps: list[Step]) -> list[Step]:
+    """The consecutive steps whose tokens a step are nearest to the whole run's: neither the best
+    nor the worst."""
+    if len(steps) <= _MOST_STEPS:
+        return steps
+    emitted = [step.counts["emitted"] for step in steps]
+    mean = sum(emitted) / len(emitted)
+    at = min(
+        range(len(steps) - _MOST_STEPS),
+        key=lambda i: abs(sum(emitted[i : i + _MOST_STEPS]) / _MOST_STEPS - mean),
+    )
+    return steps[at : at + _MOST_STEPS]
+
+
+def timeline(lanes: dict[str, list[Step]]) -> str:
+    """Steps to one scale of time, phases in colour, each step's new tokens above it. Uses the
+    colours of `foretell.bench.plots`."""
+    shown = {name: steps for name, steps in lanes.items() if steps}
+    if not shown:
+        return ""
+    # As far as every lane reaches: none is empty at its end.
+    span = min(steps[-1].end - steps[0].start for steps in shown.values())
+    out, at = [_legend()], 56.0
+    for name, steps in shown.items():
+        origin, tokens = steps[0].start, 0
+        bars: list[str] = []
+        for step in steps:
+            left = _WIDTH * (step.start - origin) / span
+            if left >= _WIDTH - 8:
+                break
+            tokens += step.counts["emitted"]
+            bars.append(
+                f'<text x="{left + 1:.1f}" y="{at + 32:.1f}">+{step.counts["emitted"]}</text>'
+            )
+            for phase, start, end in step.phases:
+                x = _WIDTH * (start - origin) / span
+                wide = min(_WIDTH * (end - start) / span, _WIDTH - x)
+                if wide > 0:
+                    bars.append(
+                        f'<rect x="{x:.2f}" y="{at + 38:.1f}" width="{wide:.2f}" height="{_BAR}" '
+                        f'style="fill:{_colour(phase)}"><title>{phase}: '
+                        f"{1000 * (end - start):.2f} ms</title></rect>"
+                    )
+        out.append(
+            f'<text class="label" x="0" y="{at + 12:.1f}">{escape(name)}: {tokens} tokens in '
+            f"{1000 * span:.0f} ms</text>{''.join(bars)}"
+        )
+        at += _LANE + 14
+    return (
+        f'<svg class="plot" role="img" aria-label="steps and their phases over time" '
+        f'viewBox="0 0 {_WIDTH} {at:.0f}" xmlns="http://www.w3.org/2000/svg">{"".join(out)}</svg>'
+    )
+
+
+def _legend() -> str:
+    out, at = list[str](), 0.0
+    for phase in PHASES:
+        out.append(
+            f'<rect x="{at:.1f}" y="20" width="14" height="10" style="fill:{_colour(phase)}"/>'
+            f'<text x="{at + 20:.1f}" y="29.5">{phase}</text>'
+        )
+        at += 44 + 8 * len(phase)
+    return "".join(out)
+
+
+def _colour(phase: str) -> str:
+    return f"var(--plot-{(PHASES.index(phase) + 5) % 8})"

@@ -1,0 +1,111 @@
+"""MTP modules as they lie in checkpoints: DeepSeek-V3's layout, Qwen3-Next's and MiMo's."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from foretell.config import Weights
+from foretell.models.checkpoint import Checkpoint, Part, Source
+from foretell.models.config import ModelConfig
+from foretell.models.head import Head
+from foretell.models.head_formats import LoadedHead, own_ids
+from foretell.models.head_reader import Reader, open_tensors, shared
+from foretell.models.linear import make_linear
+from foretell.models.loader import LoadedModel
+from foretell.models.rope import Rope
+from foretell.spec.draft_vocab import DraftVocab
+
+
+def load_mtp(
+    path: Path,
+    target: LoadedModel,
+    weights: Weights,
+    draft_vocab: str = "",
+    *,
+    recycle_normed: bool = True,
+) -> LoadedHead:
+    """The first MTP module of a checkpoint, beside whatever else it holds: DeepSeek-V3's layout
+    over a dense layer, Qwen3-Next's (``mtp.``) and MiMo's (``model.mtp_layers.``).
+
+    Raises:
+        ValueError: there is none, a tensor of it is missing, left over or of another shape, or its
+            layer is of a kind that is not computed here.
+    """
+    source = open_tensors(path)
+    layout, prefix = _mtp_layout(source)
+    qwen, mimo = layout == "qwen", layout == "mimo"
+    reader = Reader(Part(source, prefix), weights, zero_centred=qwen)
+    names, config = reader.checkpoint, replace(target.config, num_layers=1, windows=None)
+    block = f"{prefix}layers.0." if qwen else prefix
+    _check_layer(names, block, config)
+    inner = names.shape(f"{block}mlp.gate_proj.weight")[0]  # dense layers may differ in it
+    config = replace(config, intermediate_size=inner, attention_bias=False, qk_norm=False)
+    hidden, vocab = config.hidden_size, config.vocab_size
+    embed, feature, mix, out = {
+        "deepseek": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+        "qwen": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+        "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+    }[layout]
+    weight = names.take(f"{prefix}{mix}.weight", hidden, 2 * hidden)
+    if mimo:  # it was trained on cat(feature, embedding)
+        weight = torch.cat([weight[:, hidden:], weight[:, :hidden]], dim=1)
+    for copied in ("embed_tokens.weight", "shared_head.head.weight"):  # copies of the target's
+        names.skip(prefix + copied)
+    table = f"{prefix}d2t"  # ours: the others speak about every token
+    own = {"draft_vocab_size": names.shape(table)[0]} if table in names else {}
+    ids = own_ids(names, own, draft_vocab, path, vocab, prefix)
+    head = Head(
+        config=config,
+        embedding=target.model.embedding,
+        layers=[reader.layer(block, config)],
+        lm_head=shared(target, ids),
+        rope=Rope(config),
+        mix=make_linear(weights, weight),
+        norm_embed=reader.norm(prefix + embed, hidden),
+        norm_hidden=reader.norm(prefix + feature, hidden),
+        norm_out=reader.norm(prefix + out, hidden),
+        recycle_normed=recycle_normed,
+    )
+    names.finish()
+    return LoadedHead(head, (-1,), DraftVocab(vocab, ids), target.kv_dtype)
+
+
+def _check_layer(names: Checkpoint, block: str, config: ModelConfig) -> None:
+    """Refuses layers that are not dense ones with ordinary attention, by what they are."""
+    q = f"{block}self_attn.q_proj.weight"
+    kinds = {
+        "multi-head latent attention": f"{block}self_attn.kv_a_proj_with_mqa.weight",
+        "a mixture of experts": f"{block}mlp.gate.weight",
+        "8-bit floats with scales": f"{block}mlp.gate_proj.weight_scale_inv",
+    }
+    found = [f"{kind} ({name})" for kind, name in kinds.items() if name in names]
+    if q in names and names.shape(q)[0] == 2 * config.num_heads * config.head_dim:
+        found.append(f"gated attention ({q} has a gate beside each head)")
+    if found:
+        raise ValueError(
+            f"{names.path}: this MTP module has {' and '.join(found)}; supported is a dense layer "
+            "with ordinary attention"
+        )
+
+
+def _mtp_layout(source: Source) -> tuple[str, str]:
+    """Which layout the MTP module has, and the prefix of its tensors."""
+    for name in sorted(source.shapes):
+        if match := re.fullmatch(r"(model\.layers\.\d+\.)eh_proj\.weight", name):
+            return "deepseek", match[1]
+    if "mtp.fc.weight" in source.shapes:
+        return "qwen", "mtp."
+    if "model.mtp_layers.0.input_proj.weight" in source.shapes:
+        return "mimo", "model.mtp_layers.0."
+    if "mtp.0.e_proj.weight" in source.shapes:
+        raise ValueError(
+            f"{source.path}: this MTP module (mtp.0.e_proj) is DeepSeek-V4's, with "
+            "hyper-connections, which are not supported"
+        )
+    raise ValueError(
+        f"{source.path}: no MTP module here (eh_proj, mtp.fc or mtp_layers.0.input_proj)"
+    )

@@ -1,0 +1,341 @@
+"""Trainable heads and their directories: new ones, public ones opened, and ours written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from foretell.models.config import ModelConfig
+from foretell.models.frozen import FrozenTarget
+from foretell.models.head import Head
+from foretell.models.head_formats import load_eagle, load_eagle3
+from foretell.models.linear import PackedLinear
+from foretell.models.loader import LoadedModel
+from foretell.models.medusa_formats import load_medusa
+from foretell.models.mtp_formats import load_mtp
+from foretell.models.quant import unpack
+from foretell.models.trainable import Block, TrainableHead
+from foretell.models.trainable_medusa import TrainableMedusa
+
+Trainable = TrainableHead | TrainableMedusa
+METHODS = ("eagle", "eagle3", "mtp", "medusa")
+
+_LAYER = {
+    "input_norm": "input_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "post_norm": "post_attention_layernorm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+"""Parts of a layer and what checkpoints call them."""
+
+
+def new_head(
+    method: str,
+    target: FrozenTarget,
+    *,
+    norms: bool = True,
+    draft_ids: Tensor | None = None,
+    num_layers: int = 1,
+    num_heads: int = 4,
+    taps: tuple[int, ...] | None = None,
+    seed: int = 0,
+) -> Trainable:
+    """A head to be trained: fresh layers that add nothing yet, over the target's own feature.
+
+    Args:
+        norms: of an EAGLE head: with its norms restored (ours), or as published.
+        draft_ids: [Vd] the tokens it may propose, ascending; None: all.
+        num_layers: of an EAGLE, EAGLE-3 or MTP head, or of each Medusa head.
+        num_heads: of Medusa.
+        taps: of EAGLE-3: three of the target's layers by their outputs; by default 1, N/2 - 1 and
+            N - 4, as published.
+
+    Raises:
+        ValueError: a method that is not trained, or a size that makes no head.
+    """
+    for name, value in {"layers": num_layers, "heads": num_heads}.items():
+        if value < 1:
+            raise ValueError(f"{name}={value}: must be at least 1")
+    if method == "medusa":
+        return TrainableMedusa(target, num_heads, num_layers, draft_ids)
+    if method not in METHODS:
+        raise ValueError(f"method {method!r} is not trained: choose one of {', '.join(METHODS)}")
+    config = replace(target.config, num_layers=num_layers, windows=None)
+    if method == "mtp" and num_layers > 1:
+        raise ValueError("an MTP module has one layer: leave layers out")
+    eagle3, depth = method == "eagle3", target.config.num_layers
+    if taps and (not eagle3 or not all(1 <= tap < depth for tap in taps)):
+        raise ValueError(f"taps={taps}: EAGLE-3 takes layers of the target, 1 to {depth - 1}")
+    default = tuple(max(0, layer) for layer in (1, depth // 2 - 1, depth - 4))
+    restored = norms or method != "eagle"
+    torch.manual_seed(seed)
+    head = TrainableHead(
+        method,
+        target,
+        config,
+        (taps or default) if eagle3 else (-1,),
+        mix=not eagle3,
+        norms=(restored, restored, restored, restored),
+        bias=config.attention_bias,
+        qk_norm=config.qk_norm,
+        recycle_normed=norms and not eagle3,
+        draft_ids=draft_ids,
+    )
+    _begin(head)
+    return head
+
+
+@torch.no_grad()
+def _begin(head: TrainableHead) -> None:
+    """The feature goes through as it is, and the layers begin by adding nothing. (Measured: copies
+    of the target's last layer learn half as fast as fresh ones.)"""
+    hidden = head.sizes.hidden_size
+    for linear in (head.mix, head.fuse):
+        if linear is not None and linear.in_features % hidden == 0:
+            nn.init.normal_(linear.weight, std=0.02)
+            linear.weight[:, -hidden:] += torch.eye(hidden)
+    for layer in head.layers:
+        assert isinstance(layer, Block)
+        nn.init.zeros_(layer.o.weight)
+        nn.init.zeros_(layer.down.weight)
+
+
+@dataclass(frozen=True)
+class _Outer:
+    """Stands for the target's own output projection, which loaders share and nobody reads here."""
+
+    def rows(self, ids: Tensor) -> _Outer:
+        return self
+
+
+@dataclass(frozen=True)
+class _Model:
+    embedding: None = None
+    lm_head: _Outer = _Outer()
+
+
+def open_head(method: str, path: Path, target: FrozenTarget) -> Trainable:
+    """A head from its directory, in any layout that the engine reads.
+
+    Raises:
+        ValueError: as the loaders of `head_formats`.
+    """
+    loaded = LoadedModel(cast(Any, _Model()), target.config, target.path, "f32")
+    if method == "medusa":
+        heads, vocab = load_medusa(path, loaded, "f32")
+        shared = all(isinstance(head.lm_head, _Outer) for head in heads)
+        if not shared:
+            raise ValueError(f"{path}: Medusa heads with projections of their own are not trained")
+        out = TrainableMedusa(target, len(heads), len(heads[0].blocks), vocab.ids)
+        for blocks, head in zip(out.heads, heads, strict=True):
+            for block, linear in zip(cast(nn.ModuleList, blocks), head.blocks, strict=True):
+                _fill(linear, cast(nn.Linear, block))
+        return out
+    if method not in METHODS:
+        raise ValueError(f"method {method!r} is not trained: choose one of {', '.join(METHODS)}")
+    load = {"eagle": load_eagle, "eagle3": load_eagle3, "mtp": load_mtp}[method]
+    found = load(path, loaded, "f32")
+    return _trainable(method, found.head, found.taps, found.vocab.ids, target)
+
+
+def _trainable(
+    method: str, head: Head, taps: tuple[int, ...], ids: Tensor | None, target: FrozenTarget
+) -> TrainableHead:
+    first = head.layers[0]
+    config: ModelConfig = head.config
+    out = TrainableHead(
+        method,
+        target,
+        config,
+        taps,
+        mix=head.mix is not None,
+        mix_bias=head.mix is not None and bool(cast(PackedLinear, head.mix).bias.any()),
+        norms=(
+            head.norm_embed is not None,
+            head.norm_hidden is not None,
+            first.input_norm is not None,
+            head.norm_out is not None,
+        ),
+        bias=bool(cast(PackedLinear, first.qkv).bias.any()),
+        qk_norm=first.q_norm is not None,
+        part_norms=head.fuse is not None and bool(head.fuse.part_norms),
+        fused_norm=head.fuse is not None and head.fuse.norm is not None,
+        residual_normed=head.residual_normed,
+        recycle_normed=head.recycle_normed,
+        draft_ids=ids,
+        own_lm_head=not isinstance(head.lm_head, _Outer),
+    )
+    with torch.no_grad():
+        for norm in ("norm_embed", "norm_hidden", "norm_out"):
+            _copy(getattr(head, norm), getattr(out, norm))
+        if head.mix is not None:
+            _fill(head.mix, out.mix)
+        if head.fuse is not None:
+            _fill(head.fuse.fc, out.fuse)
+            _copy(head.fuse.norm, out.fused_norm)
+            for weight, module in zip(head.fuse.part_norms, out.part_norms, strict=True):
+                _copy(weight, module)
+        if out.lm_head is not None:
+            _fill(head.lm_head, out.lm_head)
+        for layer, block in zip(head.layers, out.layers, strict=True):
+            assert isinstance(block, Block)
+            _fill(layer.qkv, block.q, block.k, block.v)
+            _fill(layer.o, block.o)
+            _fill(layer.gate_up, block.gate, block.up)
+            _fill(layer.down, block.down)
+            for norm in ("input_norm", "post_norm", "q_norm", "k_norm"):
+                _copy(getattr(layer, norm), getattr(block, norm))
+    return out
+
+
+@torch.no_grad()
+def _fill(linear: Any, *modules: nn.Linear | None) -> None:
+    """Divides a loaded product's outputs over modules that are one product there."""
+    packed = cast(PackedLinear, linear)
+    weight = unpack(packed.kind, packed.packed, packed.out_features, packed.in_features)
+    at = 0
+    for module in modules:
+        assert module is not None
+        end = at + module.out_features
+        module.weight.copy_(weight[at:end])
+        if module.bias is not None:
+            module.bias.copy_(packed.bias[at:end])
+        at = end
+
+
+def _copy(weight: Tensor | None, module: nn.Module | None) -> None:
+    if weight is not None:
+        assert isinstance(module, nn.RMSNorm)
+        with torch.no_grad():
+            module.weight.copy_(weight)
+
+
+# ---- what is written
+
+
+def _parts(head: TrainableHead) -> dict[str, str]:
+    """Names of the parts and what the layout of its scheme calls them."""
+    first = {"eagle": "layers.0.", "eagle3": "midlayer."}.get(head.method)
+    if first is None:
+        first = f"model.layers.{head.sizes.num_layers}."
+    names = {
+        "eagle": ("fc", "embedding_layernorm", "hidden_states_layernorm", "norm"),
+        "eagle3": ("fc", "midlayer.input_layernorm", "midlayer.hidden_norm", "norm"),
+        "mtp": (f"{first}eh_proj", f"{first}enorm", f"{first}hnorm", f"{first}shared_head.norm"),
+    }[head.method]
+    mix, embed, feature, out = names
+    parts = {
+        "mix": mix, "fuse": mix, "norm_embed": embed, "norm_hidden": feature, "norm_out": out,
+        "lm_head": "lm_head", "fused_norm": "input_norm",
+    }  # fmt: skip
+    parts |= {f"part_norms.{i}": f"fc_norm.{i}" for i in range(len(head.part_norms))}
+    for i in range(len(head.layers)):
+        prefix = f"layers.{i}." if i else first
+        parts |= {f"layers.{i}.{own}": f"{prefix}{name}" for own, name in _LAYER.items()}
+    return parts
+
+
+def head_tensors(head: TrainableHead) -> dict[str, Tensor]:
+    """Float32 tensors by the names of the head's layout."""
+    parts = _parts(head)
+    out = {
+        f"{parts[own]}.{kind}": weight.detach().float().clone()
+        for own, kind, weight in (
+            (*name.rsplit(".", 1), weight) for name, weight in head.named_parameters()
+        )
+    }
+    if (ids := head.draft_ids) is None:
+        return out
+    # EAGLE-3's tables; here every scheme may have them.
+    known = torch.zeros(head.sizes.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    prefix = parts["mix"].removesuffix("eh_proj") if head.method == "mtp" else ""
+    return out | {f"{prefix}d2t": ids - torch.arange(len(ids)), f"{prefix}t2d": known}
+
+
+def head_config(head: TrainableHead) -> dict[str, Any]:
+    """config.json of the head's layout."""
+    sizes = head.sizes
+    rope = {"rope_scaling": sizes.rope_scaling} if len(sizes.rope_scaling) > 1 else {}
+    config: dict[str, Any] = {
+        "architectures": {"eagle3": ["LlamaForCausalLMEagle3"]}.get(
+            head.method, ["LlamaForCausalLMEagle"]
+        ),
+        "model_type": "llama",
+        "foretell_method": head.method,
+        "foretell_target": head.target,
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": sizes.intermediate_size,
+        "num_hidden_layers": sizes.num_layers,
+        "num_attention_heads": sizes.num_heads,
+        "num_key_value_heads": sizes.num_kv_heads,
+        "head_dim": sizes.head_dim,
+        "vocab_size": sizes.vocab_size,
+        "rms_norm_eps": sizes.rms_norm_eps,
+        "rope_theta": sizes.rope_theta,
+        "max_position_embeddings": sizes.max_position_embeddings,
+        **rope,
+    }
+    block = head.layers[0]
+    assert isinstance(block, Block)
+    if block.q.bias is not None:
+        config["attention_bias"] = True
+    if head.draft_ids is not None:
+        config["draft_vocab_size"] = len(head.draft_ids)
+    if head.method == "eagle3":
+        return config | {
+            "eagle_config": {
+                "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in head.taps],
+                "use_aux_hidden_state": True,
+            },
+            "norm_before_residual": head.residual_normed,
+            "norm_output": head.recycle_normed,
+            "fc_norm": bool(len(head.part_norms)),
+            "norm_before_fc": head.fused_norm is not None,
+        }
+    assert head.mix is not None
+    return config | {
+        "bias": head.mix.bias is not None,
+        "norm_embed": head.norm_embed is not None,
+        "norm_hidden": head.norm_hidden is not None,
+        "norm_attn": block.input_norm is not None,
+        "norm_out": head.norm_out is not None,
+        "norm_output": head.recycle_normed,
+    }
+
+
+def medusa_tensors(head: TrainableMedusa) -> dict[str, Tensor]:
+    """vLLM's layout: it alone has heads that share the target's output projection."""
+    out = {
+        f"blocks.{i}.layers.{j}.{kind}": value.detach().float().clone()
+        for i, blocks in enumerate(head.heads)
+        for j, block in enumerate(cast(nn.ModuleList, blocks))
+        for kind, value in block.named_parameters()
+    }
+    return out if head.draft_ids is None else out | {"token_map": head.draft_ids}
+
+
+def medusa_config(head: TrainableMedusa) -> dict[str, Any]:
+    """config.json of the head's layout."""
+    weight = cast(nn.Linear, cast(nn.ModuleList, head.heads[0])[0]).weight
+    return {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "foretell_method": "medusa",
+        "foretell_target": head.target,
+        "hidden_size": weight.shape[0],
+        "num_heads": len(head.heads),
+        "num_hidden_layers": len(cast(nn.ModuleList, head.heads[0])),
+        "medusa_fc_bias": True,
+        "original_lm_head": True,
+    } | ({} if head.draft_ids is None else {"truncated_vocab_size": len(head.draft_ids)})

@@ -1,0 +1,312 @@
+"""`foretell certify` passes a sound engine and fails one with a fault, whatever the fault."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+from rich.console import Console
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+import foretell.drafters.draft_model as draft_module
+import foretell.engine.choose as choose_module
+import foretell.engine.engine as engine_module
+import foretell.engine.rows as rows_module
+import foretell.spec.verify as verify_module
+from foretell.answer import Follower
+from foretell.bench.certify import certify
+from foretell.bench.certify_config import CertifyConfig
+from foretell.config import EngineConfig, SpeculationConfig
+from foretell.drafters.draft_model import DraftModel
+from foretell.engine.cache import PageCache
+from foretell.engine.engine import Engine
+from foretell.models.grammar import Grammar
+from foretell.runtime import sampling
+from foretell.runtime.runner import Runtime
+from foretell.spec.grow import Picked
+from foretell.spec.shape import filtered, law
+from foretell.spec.verify import Outcome
+from tests import tiny
+
+LETTERS = 'abcdefghijklmnopqrstuvwxyz0123456789 \n{}[]":,.-+eE\\/ABCDFGHIJKL'
+DRAFT = "draft-model:weights=int4,k=4"
+PARTS = ["same text", "same bits", "same distribution", "acceptance 1.0", "KV audit"]
+
+
+@cache
+def model() -> Path:
+    """A tiny random model whose tokens are letters, enough of them for JSON."""
+    path = tiny.write_model(Path(mkdtemp()) / "tiny")
+    letters = list(dict.fromkeys(LETTERS))
+    letters += [chr(c) for c in range(0x370, 0x400) if chr(c).isalpha()]
+    words = ["<unk>", "</s>", *letters][: tiny.VOCAB]
+    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    inner.decoder = decoders.Fuse()
+    inner.save(str(path / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    prompts = ["the cat sat on the cat", "abcabcabcabc 12", '{"a": [1, 2, 3]}', "so it goes"]
+    lines = [json.dumps({"id": f"p{i}", "turns": [text]}) for i, text in enumerate(prompts)]
+    (path / "prompts.jsonl").write_text("\n".join(lines))
+    return path
+
+
+def run(scheme: str = DRAFT, folder: Path | None = None, **options) -> tuple[bool, dict, str]:
+    """Verdict, the JSON and what was printed."""
+    folder = folder or Path(mkdtemp())
+    speculation = SpeculationConfig.parse(scheme)
+    engine = EngineConfig(
+        model=str(model()), weights="f32", speculation=speculation, page_size=4,
+        kv_memory="64MiB", max_model_len=256, threads=1,
+    )  # fmt: skip
+    config = CertifyConfig(**({"max_tokens": 24, "limit": 3, "samples": 200, "batch": 4} | options))
+    console = Console(file=io.StringIO(), width=200)
+    passed = certify(
+        engine,
+        config,
+        prompts=model() / "prompts.jsonl",
+        json=folder / "certificate.json",
+        html=folder / "certificate.html",
+        console=console,
+    )
+    found = json.loads((folder / "certificate.json").read_text())
+    assert found["passed"] == passed == all(part["passed"] for part in found["parts"])
+    return passed, found, console.file.getvalue()
+
+
+def failed(found: dict) -> set[str]:
+    return {part["name"] for part in found["parts"] if not part["passed"]}
+
+
+@pytest.mark.parametrize("scheme", [DRAFT, f"{DRAFT},verification=rejection"])
+def test_a_sound_engine_passes(scheme, tmp_path):
+    passed, found, printed = run(scheme, tmp_path)
+    assert passed, printed
+    assert [part["name"] for part in found["parts"]] == PARTS
+    assert not any(part["notes"] for part in found["parts"][2:]), printed
+
+
+# ---- planted faults: what breaks, and the parts that must see it
+
+
+def off_by_one(patch):
+    """Draft nodes stand one place too far in the text."""
+    lay_out = rows_module.lay_out
+
+    def wrong(items, tree, wants_prompt):
+        rows, spans = lay_out(items, tree, wants_prompt)
+        at = rows.positions, rows.ancestors
+        rows.positions[:] = [p + (a > 0) for p, a in zip(*at, strict=True)]
+        return rows, spans
+
+    patch.setattr(engine_module, "lay_out", wrong)
+
+
+def stale_draft_kv(patch):
+    """Accepted tokens keep the KV that the draft wrote: the target's own is overwritten."""
+    observe = Engine._observe
+
+    def wrong(self, items, spans, starts, choice, features):
+        layers = self.runtime.kv.layers
+        for item, start in zip(items, starts, strict=True):
+            sequence = item.sequence
+            accepted = range(start + item.num_run, sequence.num_computed)
+            if "draft" in layers and accepted:
+                cells = self.runtime._physical(sequence.slot, accepted)
+                for mine, theirs in zip(layers["target"], layers["draft"], strict=True):
+                    for own, other in zip(mine, theirs, strict=True):
+                        for cell in cells:
+                            page, at = divmod(cell, self.runtime.page_size)
+                            own[page, :, at] = other[page, :, at]
+        observe(self, items, spans, starts, choice, features)
+
+    patch.setattr(Engine, "_observe", wrong)
+
+
+def softmax_as_q(patch):
+    """The draft takes its likeliest token and says it was drawn from its softmax."""
+
+    def wrong(params, coins):
+        def pick(logits, sequences, depth):
+            wanted = [params[b] for b in sequences]
+            q = law(filtered(logits, wanted), wanted)
+            return Picked(q.argmax(-1).tolist(), q)
+
+        return pick
+
+    patch.setattr(draft_module, "sampled", wrong)
+
+
+def penalties_ignored(patch):
+    """Draft nodes are shaped with the root's history."""
+    tree_rows = sampling.tree_rows
+
+    def wrong(shape, tokens, parents):
+        if not shape.params.has_penalties:
+            return tree_rows(shape, tokens, parents)
+        return [sampling.ShapeRow(shape)] * len(tokens)
+
+    patch.setattr(choose_module, "tree_rows", wrong)
+
+
+def batch_variant(patch):
+    """A product whose last bit depends on how many rows it has."""
+    forward = Runtime._forward
+
+    def wrong(self, model, group, rows, taps):
+        output = forward(self, model, group, rows, taps)
+        scale = 1 + 2.0**-22 * (len(rows) % 3)
+        return replace(output, logits=output.logits * scale)
+
+    patch.setattr(Runtime, "_forward", wrong)
+
+
+def never_moved(patch):
+    """Accepted nodes of a tree stay where they were computed."""
+    patch.setattr(Runtime, "move", lambda self, slot, source, target: None)
+
+
+def pages_leak(patch):
+    """One page of every other sequence that ends is never given back."""
+    release, count = PageCache.release, itertools.count()
+
+    def wrong(self, sequence):
+        if next(count) % 2 and sequence.pages:
+            sequence.pages.pop()
+        release(self, sequence)
+
+    patch.setattr(PageCache, "release", wrong)
+
+
+def shared_noise(patch):
+    """Noise depends on the place in the batch too."""
+    draw = choose_module.draw
+    wrong = lambda shaped, greedy, seeds, positions: draw(  # noqa: E731
+        shaped, greedy, [s + i for i, s in enumerate(seeds)], positions
+    )
+    patch.setattr(choose_module, "draw", wrong)
+
+
+def draft_of_another_token(patch):
+    """The draft is shown another last token than the one that was committed."""
+    observe = DraftModel.observe
+
+    def wrong(self, commit):
+        shown = [[*tokens[:-1], (tokens[-1] + 1) % tiny.VOCAB] for tokens in commit.tokens]
+        observe(self, replace(commit, tokens=shown))
+
+    patch.setattr(DraftModel, "observe", wrong)
+
+
+def residual_forgotten(patch):
+    """A refused draft is replaced by the target's law, not by what the draft left of it."""
+    path = verify_module.rejection_path
+
+    def wrong(tokens, parents, p, q, coins):
+        accepted, _ = path(tokens, parents, p, q, coins)
+        return accepted, p[accepted[-1] if accepted else 0].double()
+
+    patch.setattr(verify_module, "rejection_path", wrong)
+
+
+def temperature_ignored(patch):
+    """Drafts are tested against the target's law at temperature 1."""
+    law_of = choose_module.law
+
+    def wrong(shaped, rows):
+        return law_of(shaped * rows[0].shape.params.temperature, rows)
+
+    patch.setattr(choose_module, "law", wrong)
+
+
+def one_too_many(patch):
+    """The last accepted token of a step is committed without having been compared."""
+    coupled = verify_module.coupled
+
+    def wrong(tree, choices):
+        outcomes = coupled(tree, choices)
+        drawn = choices if isinstance(choices, list) else choices.tolist()
+        for b, (_, parents) in enumerate(tree.lists()):
+            last = outcomes[b].path[-1] if outcomes[b].path else 0
+            if last + 1 < len(parents) and parents[last + 1] == last:
+                path = [*outcomes[b].path, last + 1]
+                outcomes[b] = Outcome(path, drawn[b][last + 1])
+        return outcomes
+
+    patch.setattr(verify_module, "coupled", wrong)
+
+
+def grammar_of_the_root(patch):
+    """A grammar's mask is that of the root for every node."""
+    mask = Grammar.mask
+    patch.setattr(Grammar, "mask", lambda self, path: mask(self, ()))
+
+
+def silent_drafter(patch):
+    """The drafter raises: the text stays, and nothing is shown."""
+
+    def wrong(self, ask):
+        raise RuntimeError("planted")
+
+    patch.setattr(DraftModel, "propose", wrong)
+
+
+def stream_repeats(patch):
+    """A stream says the first token of a part again."""
+    delta = Follower.delta
+
+    def wrong(self):
+        found = delta(self)
+        if found and len(found.token_ids) > 1:
+            return replace(found, token_ids=[found.token_ids[0], *found.token_ids])
+        return found
+
+    patch.setattr(Follower, "delta", wrong)
+
+
+TREE = "draft-model:weights=int4,depth=3,topk=3,nodes=10"
+TEXT = {"limit": 2, "max_tokens": 16, "samples": 100}
+LAW = {"limit": 1, "max_tokens": 8, "samples": 400}
+CORE = [
+    (off_by_one, DRAFT, TEXT, {"same text", "same bits", "KV audit", "acceptance 1.0"}),
+    (stale_draft_kv, DRAFT, TEXT, {"KV audit"}),
+    (softmax_as_q, DRAFT, LAW, {"same distribution"}),
+    (penalties_ignored, DRAFT, TEXT, {"same text"}),
+    (batch_variant, DRAFT, TEXT, {"same bits"}),
+]
+MORE = [
+    (never_moved, TREE, TEXT, {"KV audit"}),
+    (pages_leak, DRAFT, TEXT, {"KV audit"}),
+    (shared_noise, DRAFT, TEXT, {"same text"}),
+    (draft_of_another_token, DRAFT, TEXT, {"KV audit", "acceptance 1.0"}),
+    (residual_forgotten, DRAFT, LAW, {"same distribution"}),
+    (temperature_ignored, DRAFT, LAW, {"same distribution"}),
+    (one_too_many, DRAFT, TEXT, {"same text"}),
+    (grammar_of_the_root, DRAFT, TEXT, {"same text"}),
+    (silent_drafter, DRAFT, TEXT, {"same text", "same distribution", "acceptance 1.0"}),
+    (stream_repeats, DRAFT, TEXT, {"same text"}),
+]
+FAULTS = [*CORE, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "scheme", "options", "seen"), FAULTS, ids=lambda v: getattr(v, "__name__", "")
+)
+def test_a_planted_fault_fails(fault, scheme, options, seen, monkeypatch, tmp_path):
+    fault(monkeypatch)
+    passed, found, printed = run(scheme, tmp_path, **options)
+    print(fault.__name__, failed(found), printed)
+    assert not passed
+    assert seen <= failed(found), printed
+    assert "NOT CERTIFIED" in printed
