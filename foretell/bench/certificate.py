@@ -46,7 +46,10 @@ def identify(rig: Rig) -> dict[str, Any]:
     """Names, formats and digests of what is certified; no folders."""
     speculation = rig.speculation
     options = {k: Path(v).name if k == "model" else v for k, v in speculation.options.items()}
+    assert rig.engine.speculation is not None
+    also = "+".join(scheme.method for scheme in rig.engine.speculation.also)
     shown = {"k": speculation.k, "verification": speculation.verification} | options
+    shown |= {"also": also} if also else {}
     files = {"target": rig.target.path}
     if given := speculation.options.get("model"):
         files["draft"] = resolve(given, head=True)

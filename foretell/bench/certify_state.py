@@ -28,7 +28,8 @@ def self_acceptance(rig: Rig, asked: list[Request], advance: Progress) -> Part:
 
 
 def _check_acceptance(part: Part, rig: Rig, asked: list[Request], advance: Progress) -> None:
-    llm = rig.make(f"draft-model:weights=target,k={min(rig.speculation.k, 8)}", rig.config.batch)
+    own = f"draft-model:weights=target,adaptive=false,k={min(rig.speculation.k, 8)}"
+    llm = rig.make(own, rig.config.batch)
     for request, answer in zip(
         asked, llm.generate([r.ids for r in asked], [r.params for r in asked]), strict=True
     ):

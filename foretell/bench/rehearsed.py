@@ -10,7 +10,8 @@ from foretell.sequence import Sequence
 from foretell.spec.drafter import Ask, Drafter
 from foretell.spec.tree import TokenTree, from_lists
 
-METHOD = f"{__name__}:Rehearsed,k=12"
+Known = dict[tuple[tuple[int, ...], int | None], list[int]]
+METHOD = f"{__name__}:Rehearsed,k=12,adaptive=false"
 
 
 class Rehearsed(Drafter):
@@ -20,7 +21,7 @@ class Rehearsed(Drafter):
     other seed; whoever is not in it gets random tokens only.
     """
 
-    answers: dict[tuple[tuple[int, ...], int | None], list[int]]
+    answers: Known = {}  # noqa: RUF012  # each engine gets its own from `rehearse`
 
     def propose(self, ask: Ask) -> TokenTree:
         tokens: list[list[int]] = []
@@ -54,7 +55,7 @@ class Rehearsed(Drafter):
         return tokens, parents
 
 
-def rehearse(llm: LLM, answers: dict[tuple[tuple[int, ...], int | None], list[int]]) -> LLM:
+def rehearse(llm: LLM, answers: Known) -> LLM:
     """Tells the drafter of an engine made with `METHOD` what it knows."""
     drafter = llm.engine.drafter
     assert isinstance(drafter, Rehearsed)
