@@ -55,13 +55,14 @@ def check(config: SpeculationConfig) -> None:
     Raises:
         ValueError: as `build`.
     """
-    options = read_options(find(config.method).Options, config.options, config.method)
-    if isinstance(options, TreeOptions):
-        options.shape(config.k)
+    for each in (config, *config.also):
+        options = read_options(find(each.method).Options, each.options, each.method)
+        if isinstance(options, TreeOptions):
+            options.shape(each.k)
 
 
 def build(config: SpeculationConfig, runtime: DraftRuntime) -> Drafter:
-    """The drafter that ``config`` names, with its options read.
+    """The drafter that ``config`` names (its first one), with its options read.
 
     Raises:
         ValueError: unknown scheme or option, or a value that an option does not take.

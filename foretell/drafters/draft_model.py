@@ -81,6 +81,7 @@ class DraftModel(Drafter):
                 dtype=self.draft.kv_dtype,
             ),
             nodes=self.shape.num_nodes,
+            depth=self.shape.depth,
             max_positions=shape.max_position_embeddings,
         )
         self._slots: dict[int, _Slot] = {}

@@ -97,6 +97,7 @@ class Eagle(Drafter):
             ),
             lookahead=1,
             nodes=self.shape.num_nodes,
+            depth=self.shape.depth,
             max_positions=sizes.max_position_embeddings,
         )
         self._limit = sizes.max_position_embeddings

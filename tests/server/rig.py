@@ -55,7 +55,7 @@ def model() -> LoadedModel:
 
 def llm(speculation: str | None = None, **options) -> LLM:
     options = {"page_size": 4, "kv_memory": "8MiB", "threads": 1} | options
-    return LLM(model(), speculation=speculation, weights="f32", **options)
+    return LLM(model(), speculation=tiny.fixed(speculation), weights="f32", **options)
 
 
 class Server:
