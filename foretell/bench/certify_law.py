@@ -169,7 +169,7 @@ def _test(
     if sum(r.stats.drafted for r in llm.generate([ids] * _SLOTS, probe)) < _SLOTS // 8:
         return False  # what is drafted before the horizon is too little to say anything about
     where = f"{name}, {setting.name}"
-    count, details = rig.config.samples, dict[str, Any]()
+    count, seen, details = rig.config.samples, Counter[Text](), dict[str, Any]()
     for attempt in range(2):
         seed = rig.config.seed + (1 + attempt) * 2**40
         seen, drafted = _sample(llm, rig, setting, ids, count, seed, advance)

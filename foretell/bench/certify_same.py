@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from foretell.answer import Result
@@ -64,7 +65,8 @@ def references(rig: Rig, asked: list[Request], advance: Progress) -> list[tuple[
         if request.setting == "logit bias" and greedy:
             request = replace(request, params=_biased(request.params, greedy))
         try:
-            (result,) = llm.generate(request.ids, request.params)
+            # A grammar drafts what it forces, without a scheme too: not here.
+            (result,) = llm.generate(request.ids, request.params, speculate=False)
         except ValueError:  # a grammar that this tokenizer cannot write
             result = None
         advance(1)
@@ -155,7 +157,8 @@ def _ways(
     comparable: list[tuple[Request, Result]],
 ) -> Iterator[Way]:
     some = max(2, rig.config.batch // 4)
-    yield f"{PLAIN}, {rig.config.batch} at once", plain, all_at_once, everything
+    together = partial(all_at_once, speculate=False)
+    yield f"{PLAIN}, {rig.config.batch} at once", plain, together, everything
     yield "alone, streamed", scheme, streamed, comparable
     yield f"{some} at once", scheme, lambda llm, own: in_groups(llm, own, some), comparable
     yield f"{rig.config.batch} at once", scheme, all_at_once, comparable
@@ -166,9 +169,9 @@ def _ways(
         yield f"coupled, {rig.config.batch} at once", llm, all_at_once, everything
 
 
-def all_at_once(llm: LLM, asked: list[Request]) -> Answers:
+def all_at_once(llm: LLM, asked: list[Request], speculate: bool = True) -> Answers:
     """As many at once as there are slots; whoever ends makes room for the next."""
-    return llm.generate([r.ids for r in asked], [r.params for r in asked])
+    return llm.generate([r.ids for r in asked], [r.params for r in asked], speculate=speculate)
 
 
 def in_groups(llm: LLM, asked: list[Request], size: int) -> Answers:
