@@ -162,7 +162,7 @@ def test_speculation_does_not_change_what_is_printed(run):
 @pytest.mark.parametrize("kind", heads.KINDS)
 def test_a_head_from_disk_does_not_change_it_either(kind, run):
     plain = run("generate", "abc", *GREEDY)
-    scheme = f"--speculation={heads.scheme(kind)},depth=5,topk=4,nodes=24"
+    scheme = f"--speculation={heads.scheme(kind)},depth=5,topk=4,nodes=24,adaptive=false"
     status, out, err = run("generate", "abc", *GREEDY, scheme, "--stats")
     assert (status, out) == plain[:2]
     assert re.search(r"accepted \d+ of \d{3} drafted", err), err

@@ -64,7 +64,7 @@ class Server:
     def __init__(self, engine: LLM, port: int, server: uvicorn.Server) -> None:
         self.llm, self.server = engine, server
         self.url = f"http://127.0.0.1:{port}"
-        self.http = httpx.Client(base_url=self.url, timeout=30)
+        self.http = httpx.Client(base_url=self.url, timeout=120)
 
     def post(self, path: str, **body) -> httpx.Response:
         return self.http.post(path, json=body)
@@ -121,5 +121,5 @@ def running(speculation: str | None = LOOKUP, engine: LLM | None = None, **confi
         finally:
             made.http.close()
             server.should_exit = True
-            thread.join(30)
+            thread.join(60)
             assert not thread.is_alive()
