@@ -79,7 +79,7 @@ def advise(
     console = console or Console()
     conversations = _sample(read_workload(prompts) if prompts else default_workload(), sample)
     llms = _open(given, engine, max(batches))
-    plain, room = next(iter(llms.values())), config.max_tokens
+    plain = next(iter(llms.values()))
     room = plain.engine.runtime.max_model_len
     arms = [Arm(PLAIN, plain, speculate=False), *(Arm(text, llm) for text, llm in llms.items())]
     findings: list[Finding] = []
@@ -112,10 +112,8 @@ def _sample(conversations: list[Conversation], count: int) -> list[Conversation]
 def _at_once(conversations: list[Conversation], batch: int) -> list[Conversation]:
     """As they are if there are enough for a batch, else as many as it takes, again and again."""
     count = max(len(conversations), batch)
-    return [
-        replace(conversations[i % len(conversations)], id=f"{conversations[i % len(conversations)].id}.{i}")
-        for i in range(count)
-    ]  # fmt: skip
+    again = [conversations[i % len(conversations)] for i in range(count)]
+    return [replace(c, id=f"{c.id}.{i}") for i, c in enumerate(again)]
 
 
 def _open(given: SequenceOf[str], engine: EngineConfig, most: int) -> dict[str, LLM]:
@@ -219,7 +217,8 @@ def _print(
         return
     pays = [f.batch for f in findings if f.scheme == best.scheme and f.low >= WORTH]
     upto = max(pays)
-    flags = f"--model {engine.model} --weights {engine.weights} --speculation {shlex.quote(best.scheme)}"
+    flags = f"--model {shlex.quote(engine.model)} --weights {engine.weights} "
+    flags += f"--speculation {shlex.quote(best.scheme)}"
     say(
         f"\nUse {best.scheme}: {best.speedup:.2f}x ({best.low:.2f}-{best.high:.2f}) at {first} at "
         f"once. It pays up to {upto} at once of those tried; above, its controller turns it off."

@@ -109,7 +109,8 @@ def parse_hardware(text: str) -> Roofline:
     Raises:
         ValueError: not of that form.
     """
-    given = dict(part.partition("=")[::2] for part in text.split(","))
+    parts = [part.partition("=") for part in text.split(",")]
+    given = {name: value for name, _, value in parts}
     size = re.fullmatch(r"([\d.]+)([BbMm])", given.pop("target", ""))
     gpu, tp = given.pop("gpu", "").upper(), given.pop("tp", "1")
     if given or not size or not tp.isdigit():

@@ -94,7 +94,7 @@ def test_every_field_is_a_flag_with_its_doc(command, configs, capsys, monkeypatc
 
 
 @pytest.mark.parametrize("width", [80, 100])
-@pytest.mark.parametrize("command", [None, "generate", "chat", "bench", "pull", "demo"])
+@pytest.mark.parametrize("command", [None, "generate", "chat", "bench", "advise", "pull", "demo"])
 def test_help_cuts_nothing(width, command, capsys, monkeypatch):
     monkeypatch.setenv("TERMINAL_WIDTH", str(width))
     monkeypatch.setenv("COLUMNS", str(width))
