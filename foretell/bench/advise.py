@@ -1,7 +1,8 @@
 """`foretell advise`: which scheme for these prompts on this machine, up to which load, or none.
 
 Everything is measured on a sample of the prompts, as `foretell bench` does: plain decoding and each
-scheme with its controller take turns. The speed-up that is promised is the bench's own, the median
+scheme with its controller take turns; what is accepted by depth comes from drafts of fixed length,
+which are made at the first load only. The speed-up that is promised is the bench's own, the median
 over conversations of each one's ratio; its interval is a bootstrap over conversations. For other
 hardware the acceptance that was measured goes through a roofline (`foretell.bench.roofline`).
 """
@@ -34,6 +35,7 @@ WORTH = 1.03
 BATCHES = (1, 4, 16)
 PREDICTED = (1, 4, 16, 64, 256)
 _RESAMPLED = 2000
+_ALWAYS = ",adaptive=false"
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Finding:
     """Of a 90% interval."""
     high: float
     tau: float
+    """Of drafts that are always made, as is the acceptance."""
     acceptance: list[float]
     """[depth] of the drafts that reached a depth how many were accepted there too."""
     depth: int
@@ -78,23 +81,27 @@ def advise(
     """
     console = console or Console()
     conversations = _sample(read_workload(prompts) if prompts else default_workload(), sample)
-    llms = _open(given, engine, max(batches))
+    llms, fixed = _open(given, engine, max(batches))
     plain = next(iter(llms.values()))
     room = plain.engine.runtime.max_model_len
     arms = [Arm(PLAIN, plain, speculate=False), *(Arm(text, llm) for text, llm in llms.items())]
+    always = [Arm(text + _ALWAYS, llm) for text, llm in fixed.items()]
     findings: list[Finding] = []
+    drafts: dict[str, Line] = {}
     context = 0
     for batch in batches:
         asked = _at_once(conversations, batch)
         with progress_bar(f"{batch} at once", len(asked)) as advance:
-            found = measure(arms, asked, replace(config, batch=batch), room, advance)
+            both = arms if drafts else [*arms, *always]
+            found = measure(both, asked, replace(config, batch=batch), room, advance)
         if not found.answers:
             raise ValueError("nothing was measured: no prompt fits into the context")
-        lines = {line.scheme: line for line in summarize(found, arms) if line.category == "all"}
+        lines = {line.scheme: line for line in summarize(found, both) if line.category == "all"}
+        drafts = drafts or {text: lines.get(text + _ALWAYS, lines[text]) for text in llms}
         lengths = [a.num_prompt_tokens + a.num_tokens // 2 for a in found.answers]
         context = round(statistics.fmean(lengths))
         for text, llm in llms.items():
-            findings.append(_finding(text, batch, lines[text], found, llm, context))
+            findings.append(_finding(text, batch, drafts[text], found, llm, context))
     _print(console, findings, config, engine, prompts)
     if predict is not None:
         _print_prediction(console, findings, predict, context)
@@ -116,14 +123,17 @@ def _at_once(conversations: list[Conversation], batch: int) -> list[Conversation
     return [replace(c, id=f"{c.id}.{i}") for i, c in enumerate(again)]
 
 
-def _open(given: SequenceOf[str], engine: EngineConfig, most: int) -> dict[str, LLM]:
+def _open(
+    given: SequenceOf[str], engine: EngineConfig, most: int
+) -> tuple[dict[str, LLM], dict[str, LLM]]:
+    """An engine for each scheme, and one more that always drafts, where that can be had."""
     engine = engine.with_(speculation=None, prefix_caching=False)
     slots = max(most, engine.max_num_seqs)
     rows = max(slots, engine.max_num_batched_tokens)
     engine = engine.with_(max_num_seqs=slots, max_num_batched_tokens=rows)
     options = {field.name: getattr(engine, field.name) for field in fields(engine)}
     del options["model"], options["speculation"]
-    llms: dict[str, LLM] = {}
+    llms, fixed = dict[str, LLM](), dict[str, LLM]()
     target: str | LoadedModel = engine.model
     if not given:
         plain = LLM(target, **options)
@@ -137,7 +147,10 @@ def _open(given: SequenceOf[str], engine: EngineConfig, most: int) -> dict[str, 
         check(speculation)
         llms[text] = LLM(target, speculation=speculation, **options)
         target = llms[text].target
-    return llms
+        if speculation.adaptive and not speculation.also:
+            always = replace(speculation, adaptive=False)
+            fixed[text] = LLM(target, speculation=always, **options)
+    return llms, fixed
 
 
 def _finding(
@@ -175,7 +188,8 @@ def bootstrap(ratios: SequenceOf[float], seed: int = 0) -> tuple[float, float]:
 def _depth(llm: LLM, acceptance: SequenceOf[float], batch: int, context: int) -> int:
     """The depth that gives most by what the controller has learnt of this machine."""
     assert llm.engine.drafting
-    assert llm.engine.drafting.controller
+    if llm.engine.drafting.controller is None:  # whoever asked for a fixed length gets it
+        return llm.engine.drafting.k
     costs = llm.engine.drafting.controller.costs
     attention = costs.keys((context * batch, 0))
     best, chosen, reached, tokens = batch / (costs.base(batch) + attention), 0, 1.0, 1.0
