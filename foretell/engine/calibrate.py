@@ -40,7 +40,7 @@ MOST_SECONDS = 3.0
 """After that no larger batch is tried."""
 _REPEATS = 4
 _PROMPT = 24
-_NODES = (0, 1, 3, 7, 15, 31)
+_NODES = (0, 1, 2, 3, 4, 8, 16, 32)
 
 
 class _Quickest(Costs):
