@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import foretell
-from foretell.bench.cli import TraceFile, bench, certify
+from foretell.bench.cli import TraceFile, advise, bench, certify
 from foretell.config import EngineConfig, ServerConfig
 from foretell.flags import from_fields
 from foretell.sequence import FinishReason, SamplingParams
@@ -148,6 +148,7 @@ def chat_command(
 
 
 app.command("bench")(bench)
+app.command("advise")(advise)
 app.command("certify")(certify)
 
 

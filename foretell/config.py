@@ -15,8 +15,6 @@ Weights = Literal["int8", "bf16", "f32", "int4"]
 Verification = Literal["coupled", "rejection", "block", "typical", "threshold"]
 
 _ALIASES = {"bfloat16": "bf16", "float32": "f32", "fp32": "f32", "float": "f32"}
-AUTO = "prompt-lookup:k=8"
-"""What ``auto`` stands for."""
 MAX_THREADS = 1024
 """OpenMP ends the process, without a word, where it cannot start as many as it was told."""
 
@@ -54,7 +52,7 @@ class SpeculationConfig:
     """
 
     method: str
-    """A file of foretell.drafters, or module:Class."""
+    """A file of foretell.drafters, module:Class, or auto."""
     k: int = 5
     """Draft tokens for each sequence and step."""
     verification: Verification = "coupled"
@@ -98,8 +96,6 @@ class SpeculationConfig:
         """
         if text.strip().lower() in ("", "none", "off"):
             return None
-        if text.strip().lower() == "auto":
-            text = AUTO
         # A plus sign may be part of a path: the next scheme begins with a name and its options.
         first, *others = re.split(r"\+(?=[\w.\-]+(?::[^/]|\+|$))", text)
         schemes = [cls._parse(part) for part in (first, *others)]

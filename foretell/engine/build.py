@@ -9,6 +9,7 @@ from foretell.attention.reference import ReferenceAttention
 from foretell.config import EngineConfig
 from foretell.drafters import build as build_drafter
 from foretell.drafters import check as check_drafter
+from foretell.drafters import expand
 from foretell.engine.calibrate import calibrate
 from foretell.engine.drafting import merge_needs
 from foretell.engine.engine import Engine
@@ -53,6 +54,8 @@ def build_engine(
         max_model_len=max_model_len,
         page_size=config.page_size,
     )
+    if config.speculation:
+        config = config.with_(speculation=expand(config.speculation, target))
     schemes = (config.speculation, *config.speculation.also) if config.speculation else ()
     drafters = [build_drafter(scheme, runtime) for scheme in schemes]
     draft_group = None

@@ -23,6 +23,9 @@ KEPT = 8
 PROBES = 0.01
 """Share of the time that may go into drafts of schemes that do not pay, to see whether they would
 now; two thirds for each in vain, down to a third."""
+PLAIN_EVERY, CLEARLY = 48, 1.4
+"""A step in so many is plain, unless drafts promise so many times as much: what plain decoding
+costs must be known too."""
 FREE_PROBES, MOST_FREE_PROBES = 4, 16
 """Tries that a scheme has before it must pay, and those that it can win by being right."""
 
@@ -80,6 +83,7 @@ class Controller:
         self.rate = 0.0
         """Tokens a second that the last choice promises."""
         self._kept: tuple[list[int], list[Grant]] = ([], [])
+        self._plain = 0.0
         self._age, self._patience, self._turn = 0, 1, 0
 
     def forget(self, slots: SequenceOf[int]) -> None:
@@ -106,7 +110,9 @@ class Controller:
             if sum(grant.nodes for grant in grants) <= rows:
                 self._age += 1
                 return self._probe(seats, grants, rows)
-        self.rate, grants = Choice(self.schemes, self.costs, seats, rows).best(self.mixed)
+        choice = Choice(self.schemes, self.costs, seats, rows)
+        self.rate, grants = choice.best(self.mixed)
+        self._plain = len(seats) / choice.plain
         settled = slots == before[0] and _alike(grants, before[1])
         self._patience = min(2 * self._patience, KEPT) if settled else 1 + len(seats) // 8
         self._kept, self._age = (slots, grants), 1
@@ -123,6 +129,8 @@ class Controller:
     def _probe(self, seats: SequenceOf[Seat], grants: list[Grant], rows: int) -> list[Grant]:
         """Lets a scheme that is off draft for one sequence, if that can be afforded."""
         self._turn += 1
+        if self._turn % PLAIN_EVERY == 0 and self.rate < CLEARLY * self._plain:
+            return [Grant(0, 0, grant.scheme) for grant in grants]
         m = self._turn % len(self.schemes)
         probes = self.probes[m]
         if any(grant.nodes and grant.scheme == m for grant in grants):

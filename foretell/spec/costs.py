@@ -13,11 +13,15 @@ from bisect import bisect_right
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
-KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Rows between which the cost of a pass is interpolated, and behind which it goes on straight."""
+KNOTS = (*range(1, 11), 12, 16, 24, 32, 64, 128, 256, 512)
+"""Rows between which the cost of a pass is interpolated, and behind which it goes on straight. Few
+rows have one each, for products come in blocks of rows: the ninth may cost as much as the next
+seven, and plain decoding must not be taken for what it is not."""
 _STEADY = 1 / 48
 """Weight of a new measurement once a term is known."""
 _PACE = 1 / 12
+_SLOPE = 0.03
+"""What a further row is thought to cost before any was measured, in passes of one."""
 _CLIP = 0.35
 """Largest logarithm by which a known term's step may surprise."""
 
@@ -57,7 +61,7 @@ class Costs:
     """
 
     def __init__(self, with_model: SequenceOf[bool]) -> None:
-        self.rows = [0.004 * (1 + 0.04 * (knot - 1)) for knot in KNOTS]
+        self.rows = [0.004 * (1 + _SLOPE * (knot - 1)) for knot in KNOTS]
         """[knots] seconds of a step with that many rows and no context."""
         self.seen = [0] * len(KNOTS)
         self.keys = Terms([1.0e-6, 2.0e-7])
@@ -83,7 +87,7 @@ class Costs:
         """Seconds that one row more costs at least, with so many or more in the pass."""
         i, _ = _between(rows)
         spans = zip(self.rows[i:], self.rows[i + 1 :], KNOTS[i:], KNOTS[i + 1 :], strict=False)
-        return min((high - low) / (to - at) for low, high, at, to in spans)
+        return max(0.0, min((high - low) / (to - at) for low, high, at, to in spans))
 
     def learn_target(self, rows: int, keys: int, more_keys: int, seconds: float) -> None:
         """A step's time but for its drafts.
@@ -106,11 +110,10 @@ class Costs:
         for at, weight in ((i, 1 - share), (i + 1, share)):
             if weight > 0.05:
                 factor = math.exp(rate * surprise * part * min(1.0, 2 * weight))
-                unknown = [j for j, count in enumerate(self.seen) if not count]
-                # What nobody has measured yet goes along with the first measurements.
-                for j in {at, *unknown} if not self.seen[at] else (at,):
-                    self.rows[j] *= factor
+                self.rows[at] *= factor
                 self.seen[at] += 1
+                if self.seen[at] == 1:
+                    self._fill()
         if keys and part < 0.9:
             self.keys.learn(counts, max(seconds / self.pace - self.base(rows), 0.1 * attention))
         self._ascend(i + (share >= 0.5))
@@ -118,9 +121,30 @@ class Costs:
     def _ascend(self, fixed: int) -> None:
         """More rows never cost less: what was measured last is believed."""
         for j in range(fixed + 1, len(self.rows)):
-            self.rows[j] = max(self.rows[j], self.rows[j - 1])
+            if self.rows[j] >= self.rows[j - 1]:
+                break
+            self.rows[j] = self.rows[j - 1]
         for j in range(fixed - 1, -1, -1):
-            self.rows[j] = min(self.rows[j], self.rows[j + 1])
+            if self.rows[j] <= self.rows[j + 1]:
+                break
+            self.rows[j] = self.rows[j + 1]
+
+    def _fill(self) -> None:
+        """What nobody has measured yet lies between what was, or goes on as `_SLOPE` says."""
+        known = [j for j, count in enumerate(self.seen) if count]
+        for j, knot in enumerate(KNOTS):
+            if self.seen[j]:
+                continue
+            below = max((k for k in known if k < j), default=None)
+            above = min((k for k in known if k > j), default=None)
+            if below is not None and above is not None:
+                share = (knot - KNOTS[below]) / (KNOTS[above] - KNOTS[below])
+                self.rows[j] = self.rows[below] + share * (self.rows[above] - self.rows[below])
+            else:
+                near = below if below is not None else above
+                assert near is not None
+                one = 1 + _SLOPE * (KNOTS[near] - 1)
+                self.rows[j] = self.rows[near] * (1 + _SLOPE * (knot - 1)) / one
 
     # ---- drafts
 

@@ -200,7 +200,7 @@ def test_what_can_be_said():
     assert both is not None
     assert (both.method, both.k) == ("prompt-lookup", 3)
     assert [(s.method, s.k, s.options) for s in both.also] == [("eagle", 2, {"model": "/a+b/c"})]
-    auto = SpeculationConfig.parse("auto")
+    auto = tiny.llm("auto:adaptive=true").config.speculation
     assert auto is not None
-    assert auto.method == "prompt-lookup"
+    assert (auto.method, auto.k, auto.also) == ("prompt-lookup", 8, ())
     assert limit(3, 9, 5, 2) == (3, 1)

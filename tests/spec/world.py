@@ -53,7 +53,7 @@ class World:
     def calibrate(self, costs: Costs) -> None:
         """What the engine measures at its start."""
         for _ in range(4):
-            for rows in (1, 2, 4, 8, 16, 32, 64):
+            for rows in (1, 2, 3, 4, 5, 8, 9, 16, 24, 32, 64):
                 costs.learn_target(rows, self.keys, self.keys * (rows - 1), self.target(rows))
             for m, draft in enumerate(self.drafts):
                 for depth, batch in ((1, 1), (draft.k, 1), (draft.k, 8)):
