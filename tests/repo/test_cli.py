@@ -98,12 +98,11 @@ def test_every_field_is_a_flag_with_its_doc(command, configs, capsys, monkeypatc
                 assert field_docs(config)[field.name][:40] in text, field.name
 
 
+COMMANDS = [None, "generate", "chat", "bench", "advise", "certify", "pull", "demo"]
+
+
 @pytest.mark.parametrize("width", [80, 100])
-<<<<<<< HEAD
-@pytest.mark.parametrize("command", [None, "generate", "chat", "bench", "certify", "pull", "demo"])
-=======
-@pytest.mark.parametrize("command", [None, "generate", "chat", "bench", "advise", "pull", "demo"])
->>>>>>> h-controller
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_cuts_nothing(width, command, capsys, monkeypatch):
     monkeypatch.setenv("TERMINAL_WIDTH", str(width))
     monkeypatch.setenv("COLUMNS", str(width))
