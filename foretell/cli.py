@@ -73,7 +73,7 @@ System = Annotated[
 
 
 @app.command()
-@from_fields(EngineConfig, SamplingParams)
+@from_fields(EngineConfig, SamplingParams, speculation="auto")
 def generate(
     engine: EngineConfig,
     sampling: SamplingParams,
@@ -135,7 +135,12 @@ def generate(
 
 
 @app.command("chat")
-@from_fields(EngineConfig, SamplingParams, without=("n", "logprobs", "prompt_logprobs"))
+@from_fields(
+    EngineConfig,
+    SamplingParams,
+    without=("n", "logprobs", "prompt_logprobs"),
+    speculation="auto",
+)
 def chat_command(
     engine: EngineConfig,
     sampling: SamplingParams,
@@ -153,7 +158,7 @@ app.command("certify")(certify)
 
 
 @app.command()
-@from_fields(EngineConfig, ServerConfig)
+@from_fields(EngineConfig, ServerConfig, speculation="auto")
 def serve(engine: EngineConfig, server: ServerConfig, trace: TraceFile = None) -> None:
     """Serve a model over HTTP, as OpenAI's API. The page at / shows speculation at work."""
     from foretell.server.run import serve as run

@@ -150,7 +150,7 @@ def advise(
         ),
     ] = None,
 ) -> None:
-    """Which scheme for your prompts on this machine, up to which load, or none."""
+    """Say which scheme pays for your prompts here, or none."""
     from foretell.bench.roofline import parse_hardware
 
     hardware = parse_hardware(predict) if predict else None

@@ -31,7 +31,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456 \n"[: tin
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }} {{ m.content }}\n{% endfor %}a "
 SMALL = ["--weights=f32", "--kv-memory=8MiB", "--max-model-len=256", "--threads=1"]
 GREEDY = ["--temperature=0", "--max-tokens=24", "--ignore-eos"]
-LOOKUP = "--speculation=prompt-lookup:k=4"
+LOOKUP = "--speculation=prompt-lookup:k=4,adaptive=false"
 
 
 @pytest.fixture(scope="module")
