@@ -102,7 +102,10 @@ def certify(
         typer.Option(metavar="FILE", help="Write the certificate, one page of HTML."),
     ] = None,
 ) -> None:
-    """Prove that speculation changes nothing, on this model, draft and prompts."""
+    """Prove that speculation changes nothing.
+
+    On your own model, draft and prompts; status 0 if it holds, 1 if not.
+    """
     get_model(engine.model)
     from foretell.bench.certify import certify as prove
 

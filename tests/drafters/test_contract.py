@@ -114,7 +114,7 @@ def test_unknown_and_bad_options_name_the_legal_ones(method: str) -> None:
         ("prompt-lookup:patience=-1", "patience"),
         ("draft-model:weights=int3", "int8, bf16"),
         ("eagle", "eagle needs a head"),
-        ("medusa:k=3", "medusa:model="),
+        ("medusa:k=3", "medusa needs a head"),
         ("eagle3:model=/nowhere", "no such file"),
         ("draft-model:weights=target,model=other", "leave model out"),
         ("prompt-lookdown", "draft-model, eagle, .*prompt-lookup"),
