@@ -233,7 +233,7 @@ def test_bench_writes_a_report_and_a_trace(run, tmp_path):
     assert status == 0, problems
     assert "Break-even by batch" in page.read_text()
     tracks = {e["args"]["name"] for e in json.loads(trace.read_text()) if e["ph"] == "M"}
-    assert tracks == {"foretell", "plain and prompt-lookup:k=4"}
+    assert tracks == {"foretell", "plain and prompt-lookup:k=4,adaptive=false"}
 
 
 def test_raw_and_chat_differ_by_the_template(run):
@@ -368,7 +368,10 @@ def test_ctrl_c_ends_the_answer_and_keeps_the_session(model, monkeypatch, capsys
         (["generate", "--speculation=prompt-lookup:nope=2", "x"], "no option 'nope'"),
         (["generate", "--speculation=draft-model:model=./no", "x"], "./no: no such file"),
         (["bench", "--speculation=draft-model:weights=int9"], "int9"),
-        (["generate", "--show-draft", "x"], "--speculation prompt-lookup:k=8"),
+        (
+            ["generate", "--show-draft", "--speculation=none", "x"],
+            "--speculation prompt-lookup:k=8",
+        ),
         (["generate", "--raw", "--system=s", "x"], "--raw"),
         (["generate", "--file=/nowhere/prompt"], "/nowhere/prompt: No such file"),
         (["generate", ""], "prompt is empty"),
