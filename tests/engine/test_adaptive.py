@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from foretell.config import SpeculationConfig
+from foretell.spec.costs import KNOTS
 from foretell.spec.seats import Grant, limit
 from tests import heads, tiny
 from tests.engine.test_same_text import PROMPTS, SETTINGS, plain, speculative
@@ -174,6 +175,41 @@ def test_costs_are_measured_once(tmp_path):
     assert json.loads(path.read_text())["seen"]
     tiny.llm("prompt-lookup:k=5,adaptive=true")
     assert len(list((tmp_path / "costs").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rows": [0] * len(KNOTS)},
+        {"propose": [[0, 0, 0]]},
+        {"observe": [[1e-300, 1e-300]]},
+        {"rows": [10**400] * len(KNOTS)},
+        {"seen": [float("inf")] * len(KNOTS)},
+        {"rows": {str(i): 1 for i in range(len(KNOTS))}},
+        "[" * 100_000,
+        b"\xff\xfe",
+        "[]",
+    ],
+    ids=range(9),
+)
+def test_damaged_costs_are_measured_anew(changes, tmp_path):
+    scheme = "prompt-lookup:k=4,adaptive=true"
+    want = tiny.ids(tiny.llm(scheme).generate(PROMPTS[:2], tiny.greedy()))
+    (path,) = (tmp_path / "costs").iterdir()
+    if isinstance(changes, dict):
+        changes = json.dumps(json.loads(path.read_text()) | changes)
+    damaged = changes if isinstance(changes, bytes) else changes.encode()
+    path.write_bytes(damaged)
+    assert tiny.ids(tiny.llm(scheme).generate(PROMPTS[:2], tiny.greedy())) == want
+    assert path.read_bytes() != damaged
+
+
+def test_costs_seen_less_than_never_count_as_not_seen(tmp_path):
+    scheme = "prompt-lookup:k=4,adaptive=true"
+    tiny.llm(scheme)
+    (path,) = (tmp_path / "costs").iterdir()
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"seen": [-1] * len(KNOTS)}))
+    assert tiny.llm(scheme).generate(PROMPTS[:1], tiny.greedy())[0].token_ids
 
 
 def test_two_schemes_with_kv_are_refused():
