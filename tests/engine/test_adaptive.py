@@ -224,11 +224,21 @@ def test_two_schemes_with_kv_are_refused():
         ("prompt-lookup:k=2,adaptive=false+medusa:model=x", "one scheme only"),
         ("prompt-lookup:adaptive=maybe", "true or false"),
         ("prompt-lookup+medusa:verification=block", "verification is said with the first"),
+        ("auto+medusa:model=x", "auto chooses schemes and options itself"),
+        ("auto:ngram_min=1", "auto chooses schemes and options itself"),
+        ("auto:adaptive=false", "auto chooses schemes and options itself"),
+        ("auto:k=3", "auto chooses k itself"),
     ],
 )
 def test_what_cannot_be_said(text, message):
     with pytest.raises(ValueError, match=message):
         SpeculationConfig.parse(text)
+
+
+@pytest.mark.parametrize("given", [{"adaptive": "false"}, {"also": ("eagle",)}])
+def test_what_cannot_be_said_in_python(given):
+    with pytest.raises(ValueError, match="must be"):
+        SpeculationConfig(method="prompt-lookup", **given)
 
 
 def test_what_can_be_said():
