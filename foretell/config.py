@@ -85,7 +85,7 @@ class SpeculationConfig:
             raise ValueError(f"adaptive={self.adaptive!r}: must be True or False")
         if not all(isinstance(each, SpeculationConfig) for each in self.also):
             raise ValueError("also: must be SpeculationConfigs, or join schemes by + in one text")
-        if self.method == "auto" and (self.also or self.options or not self.adaptive):
+        if self.method == "auto" and (self.also or self.options):
             raise ValueError(
                 "auto chooses schemes and options itself: leave the rest out, or name "
                 "a scheme in its place"

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from foretell import drafters
 from foretell.config import SpeculationConfig
 from foretell.spec.costs import KNOTS
 from foretell.spec.seats import Grant, limit
@@ -226,7 +227,6 @@ def test_two_schemes_with_kv_are_refused():
         ("prompt-lookup+medusa:verification=block", "verification is said with the first"),
         ("auto+medusa:model=x", "auto chooses schemes and options itself"),
         ("auto:ngram_min=1", "auto chooses schemes and options itself"),
-        ("auto:adaptive=false", "auto chooses schemes and options itself"),
         ("auto:k=3", "auto chooses k itself"),
     ],
 )
@@ -250,3 +250,13 @@ def test_what_can_be_said():
     assert auto is not None
     assert (auto.method, auto.k, auto.also) == ("prompt-lookup", 8, ())
     assert limit(3, 9, 5, 2) == (3, 1)
+
+
+def test_auto_takes_a_packaged_head_where_somebody_chooses(monkeypatch):
+    monkeypatch.setattr(
+        drafters, "packaged_head", lambda method, sizes: "head" if method == "eagle" else None
+    )
+    auto = drafters.expand(SpeculationConfig(method="auto"), tiny.model())
+    assert [each.method for each in (auto, *auto.also)] == ["prompt-lookup", "eagle"]
+    always = drafters.expand(SpeculationConfig(method="auto", adaptive=False), tiny.model())
+    assert (always.method, always.adaptive, always.also) == ("prompt-lookup", False, ())

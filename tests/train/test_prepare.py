@@ -229,6 +229,12 @@ def test_odd_rows_are_dropped_and_odd_sources_written(model, tmp_path):
     assert rig.read_rows(tmp_path / "samples.jsonl")[0]["source"] == "?"
 
 
+def test_half_of_a_character_is_a_mistake_of_the_callers(model):
+    for text in ("a\ud800", "\udfff"):
+        with pytest.raises(ValueError, match="half of a character"):
+            Tokenizer.load(resolve(model)).encode(text)
+
+
 def test_two_at_once_do_not_mix_their_files(model, tmp_path):
     with alone(tmp_path), pytest.raises(ValueError, match="another process writes there"):
         rig.prepared(model, tmp_path, [{"prompt": "ok"}])
