@@ -13,6 +13,7 @@ from torch import Tensor
 from foretell.attention import pool
 from foretell.attention.base import Attention, Layout
 from foretell.models.loader import LoadedModel
+from foretell.runtime.kv import KVPool
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -26,6 +27,29 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
+}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
+_YARN: dict[str, Any] = {
+    "type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32,
+    "beta_slow": 1,
 }
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": False, "head_dim": 32}),
@@ -42,15 +66,41 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
 }
+DEEPSEEK: dict[str, tuple[str, dict[str, Any]]] = {
+    "v2-lite": ("DeepseekV2", {"q_lora_rank": None, "routed_scaling_factor": 1.0}),
+    "v2": (
+        "DeepseekV2",
+        {
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 4.0,
+            "first_k_dense_replace": 2,
+            "rope_scaling": {"mscale": 0.707, "mscale_all_dim": 0.707} | _YARN,
+        },
+    ),
+    "v3": ("DeepseekV3", {"rope_scaling": {"mscale": 1.0, "mscale_all_dim": 1.0} | _YARN}),
+    "v3-plain": (
+        "DeepseekV3",
+        {
+            "norm_topk_prob": False,
+            "rope_interleave": False,
+            "q_lora_rank": None,
+            "rope_scaling": {"mscale": 1.0, "mscale_all_dim": 0.5} | _YARN,
+        },
+    ),
+}
+"""Those with latent attention and experts."""
 
 
 def make(kind: str, **changes: Any) -> Any:
     """A transformers model, random weights; biases and norms too, so that each one matters."""
     import transformers
 
-    name, variant = KINDS[kind]
+    name, variant = {**KINDS, **DEEPSEEK}[kind]
+    sizes = SIZES | (_LATENT if kind in DEEPSEEK else {})
     config = getattr(transformers, f"{name}Config")(
-        **{**SIZES, **variant, **changes}, attn_implementation="eager"
+        **{**sizes, **variant, **changes}, attn_implementation="eager"
     )
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
@@ -60,6 +110,9 @@ def make(kind: str, **changes: Any) -> Any:
                 weight.normal_(std=0.1)
             elif "norm" in key:
                 weight.uniform_(0.5, 1.5)
+        for key, weight in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                weight.normal_(std=0.3)
     return model
 
 
@@ -72,12 +125,8 @@ class Cache:
     """One sequence's pages, in an order that is not the text's, and rows over them."""
 
     def __init__(self, loaded: LoadedModel, attention: Attention, num_pages: int = 16) -> None:
-        config = loaded.config
-        shape = (num_pages, config.num_kv_heads, 8, config.head_dim)
-        self.kv = [
-            (torch.zeros(shape, dtype=loaded.kv_dtype), torch.zeros(shape, dtype=loaded.kv_dtype))
-            for _ in range(config.num_layers)
-        ]
+        groups = {"target": loaded.config.kv_group(loaded.kv_dtype)}
+        self.kv = KVPool(groups, num_pages, 8, torch.device("cpu")).layers["target"]
         self.loaded, self.attention = loaded, attention
         self.table = torch.arange(num_pages, dtype=torch.int32).flip(0)[None]
 
