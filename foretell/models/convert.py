@@ -163,4 +163,3 @@ def _layer(
         norms |= {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
     for name, size in norms.items():
         yield f"layers.{i}.{name}", checkpoint.take(f"{prefix}{name}.weight", size).float()
-

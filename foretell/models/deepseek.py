@@ -90,7 +90,7 @@ def _attention(
     kv = checkpoint.take(f"{prefix}kv_a_proj_with_mqa.weight", rank + turned, hidden)
     kv = kv[torch.cat([rank + order, torch.arange(rank)])]
     yield from packed_tensors(f"{at}.compress", weights, join([q, kv]))
-    yield f"{at}.kv_norm", checkpoint.take(f"{prefix}kv_a_layernorm.weight", rank).float()
+    yield f"{at}.k_norm", checkpoint.take(f"{prefix}kv_a_layernorm.weight", rank).float()
     both = checkpoint.take(f"{prefix}kv_b_proj.weight", heads * (nope + mla.v_dim), rank)
     for head, weight in enumerate(both.view(heads, -1, rank)):
         yield from packed_tensors(f"{at}.to_latent.{head}", weights, weight[:nope].T)
@@ -127,16 +127,17 @@ def assemble_layer(
             mlp("shared", shared) if shared else None,
         )
 
+    has_experts = f"{at}.gate.weights" in tensors
     return LatentLayer(
         input_norm=tensors[f"{at}.input_layernorm"],
         compress=linear("compress", (mla.q_rank or query) + config.head_dim, hidden),
         q_norm=tensors.get(f"{at}.q_norm"),
         expand_q=linear("expand_q", query, mla.q_rank) if mla.q_rank else None,
-        kv_norm=tensors[f"{at}.kv_norm"],
+        k_norm=tensors[f"{at}.k_norm"],
         to_latent=[linear(f"to_latent.{h}", mla.kv_rank, mla.nope_dim) for h in range(heads)],
         from_latent=[linear(f"from_latent.{h}", mla.v_dim, mla.kv_rank) for h in range(heads)],
         o=linear("o", hidden, heads * mla.v_dim),
         post_norm=tensors[f"{at}.post_attention_layernorm"],
-        block=experts() if f"{at}.gate.weights" in tensors else mlp("mlp", config.intermediate_size),
+        block=experts() if has_experts else mlp("mlp", config.intermediate_size),
         scale=latent_scale(config),
     )

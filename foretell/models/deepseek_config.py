@@ -134,7 +134,7 @@ def _check(sizes: MLA | MoE, zero: tuple[str, ...] = ()) -> None:
     """Every size is a whole number, and at least 1 unless it is one of ``zero``."""
     for field in fields(sizes):
         value = getattr(sizes, field.name)
-        if field.type == "int | None" and value is None or field.type in ("bool", "float"):
+        if field.type in ("bool", "float") or (field.type == "int | None" and value is None):
             continue
         least = int(field.name not in zero)
         if type(value) is not int or value < least:

@@ -32,7 +32,7 @@ class LatentLayer:
     compress: Linear  # H -> (q_rank, or heads * (rope + nope)) + rope + kv_rank
     q_norm: Tensor | None  # [q_rank]
     expand_q: Linear | None  # q_rank -> heads * (rope + nope)
-    kv_norm: Tensor  # [kv_rank]
+    k_norm: Tensor  # [kv_rank], of what keys and values are made of
     to_latent: list[Linear]  # of each head: nope -> kv_rank
     from_latent: list[Linear]  # of each head: kv_rank -> v
     o: Linear  # heads * v -> H
@@ -63,7 +63,7 @@ class LatentLayer:
         x = hidden.new_empty(rows, heads + 1, width)  # queries, and the one key behind them
         x[:, :heads, :turned] = q[:, :, :turned]
         x[:, heads, :turned] = key
-        x[:, heads, turned:] = rms_norm(latent, self.kv_norm, _EPS)
+        x[:, heads, turned:] = rms_norm(latent, self.k_norm, _EPS)
         for head, product in enumerate(self.to_latent):
             x[:, head, turned:] = product(q[:, head, turned:])
         rope_and_write(

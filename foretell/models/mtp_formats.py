@@ -104,7 +104,11 @@ def _check_layer(names: Checkpoint, block: str, config: ModelConfig) -> None:
     if config.moe is None:
         kinds["a mixture of experts"] = f"{block}mlp.gate.weight"
     found = [f"{kind} ({name})" for kind, name in kinds.items() if name in names]
-    if config.mla is None and q in names and names.shape(q)[0] == 2 * config.num_heads * config.head_dim:
+    if (
+        config.mla is None
+        and q in names
+        and names.shape(q)[0] == 2 * config.num_heads * config.head_dim
+    ):
         found.append(f"gated attention ({q} has a gate beside each head)")
     if found:
         raise ValueError(

@@ -14,6 +14,7 @@ from foretell.models.frozen import FrozenTarget
 from foretell.models.head import Head
 from foretell.models.head_formats import load_eagle, load_eagle3
 from foretell.models.linear import PackedLinear
+from foretell.models.layer import Layer
 from foretell.models.loader import LoadedModel
 from foretell.models.medusa_formats import load_medusa
 from foretell.models.mtp_formats import load_mtp
@@ -38,6 +39,8 @@ _LAYER = {
     "down": "mlp.down_proj",
 }
 """Parts of a layer and what checkpoints call them."""
+
+_LATENT = "heads with layers are not trained for targets with latent attention: train medusa"
 
 
 def new_head(
@@ -71,6 +74,8 @@ def new_head(
         return TrainableMedusa(target, num_heads, num_layers, draft_ids)
     if method not in METHODS:
         raise ValueError(f"method {method!r} is not trained: choose one of {', '.join(METHODS)}")
+    if target.config.mla:
+        raise ValueError(_LATENT)
     config = replace(target.config, num_layers=num_layers, windows=None)
     if method == "mtp" and num_layers > 1:
         raise ValueError("an MTP module has one layer: leave layers out")
@@ -153,6 +158,8 @@ def _trainable(
     method: str, head: Head, taps: tuple[int, ...], ids: Tensor | None, target: FrozenTarget
 ) -> TrainableHead:
     first = head.layers[0]
+    if not isinstance(first, Layer):
+        raise ValueError(_LATENT)
     config: ModelConfig = head.config
     out = TrainableHead(
         method,
@@ -189,7 +196,7 @@ def _trainable(
         if out.lm_head is not None:
             _fill(head.lm_head, out.lm_head)
         for layer, block in zip(head.layers, out.layers, strict=True):
-            assert isinstance(block, Block)
+            assert isinstance(block, Block) and isinstance(layer, Layer)  # noqa: PT018
             _fill(layer.qkv, block.q, block.k, block.v)
             _fill(layer.o, block.o)
             _fill(layer.gate_up, block.gate, block.up)

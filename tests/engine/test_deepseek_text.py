@@ -66,7 +66,8 @@ def test_same_text(scheme: str, weights: str, name: str) -> None:
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE])
 def test_the_modules_cache_is_that_of_a_clean_rebuild(shape: str) -> None:
-    heads_in_engine.test_draft_kv_is_that_of_a_clean_rebuild(f"mtp:{shape[1:]}", "f32")
+    scheme = f"mtp:model={checkpoint()}{shape}"
+    heads_in_engine.test_draft_kv_is_that_of_a_clean_rebuild(scheme, "f32")
 
 
 def test_a_module_that_is_always_right_gives_depth_plus_one() -> None:
