@@ -13,8 +13,8 @@ from foretell.models.config import ModelConfig
 from foretell.models.frozen import FrozenTarget
 from foretell.models.head import Head
 from foretell.models.head_formats import load_eagle, load_eagle3
-from foretell.models.linear import PackedLinear
 from foretell.models.layer import Layer
+from foretell.models.linear import PackedLinear
 from foretell.models.loader import LoadedModel
 from foretell.models.medusa_formats import load_medusa
 from foretell.models.mtp_formats import load_mtp
@@ -196,7 +196,8 @@ def _trainable(
         if out.lm_head is not None:
             _fill(head.lm_head, out.lm_head)
         for layer, block in zip(head.layers, out.layers, strict=True):
-            assert isinstance(block, Block) and isinstance(layer, Layer)  # noqa: PT018
+            assert isinstance(block, Block)
+            assert isinstance(layer, Layer)
             _fill(layer.qkv, block.q, block.k, block.v)
             _fill(layer.o, block.o)
             _fill(layer.gate_up, block.gate, block.up)
