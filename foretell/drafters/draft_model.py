@@ -76,6 +76,7 @@ class DraftModel(Drafter):
         self.needs = Needs(
             kv=shape.kv_group(self.draft.kv_dtype),
             nodes=self.shape.num_nodes,
+            depth=self.shape.depth,
             max_positions=shape.max_position_embeddings,
         )
         self._slots: dict[int, _Slot] = {}

@@ -92,6 +92,7 @@ class Eagle(Drafter):
             kv=sizes.kv_group(loaded.kv_dtype),
             lookahead=1,
             nodes=self.shape.num_nodes,
+            depth=self.shape.depth,
             max_positions=sizes.max_position_embeddings,
         )
         self._limit = sizes.max_position_embeddings

@@ -9,6 +9,9 @@ from foretell.attention.reference import ReferenceAttention
 from foretell.config import EngineConfig
 from foretell.drafters import build as build_drafter
 from foretell.drafters import check as check_drafter
+from foretell.drafters import expand
+from foretell.engine.calibrate import calibrate
+from foretell.engine.drafting import merge_needs
 from foretell.engine.engine import Engine
 from foretell.models.config import ModelConfig
 from foretell.models.loader import LoadedModel, load
@@ -51,10 +54,14 @@ def build_engine(
         max_model_len=max_model_len,
         page_size=config.page_size,
     )
-    drafter = build_drafter(config.speculation, runtime) if config.speculation else None
-    if drafter is not None:
-        runtime.taps = drafter.needs.features
-    draft_group = drafter.needs.kv if drafter else None
+    if config.speculation:
+        config = config.with_(speculation=expand(config.speculation, target))
+    schemes = (config.speculation, *config.speculation.also) if config.speculation else ()
+    drafters = [build_drafter(scheme, runtime) for scheme in schemes]
+    draft_group = None
+    if drafters:
+        needs = merge_needs(drafters)
+        runtime.taps, draft_group = needs.features, needs.kv
     groups = [runtime.target_group, *([draft_group] if draft_group else [])]
     num_pages = num_pages_for(
         config.kv_memory,
@@ -64,5 +71,6 @@ def build_engine(
         max_model_len,
     )
     runtime.allocate(num_pages, draft_group)
-    engine = Engine(config, runtime, drafter, frozenset(target.config.eos_token_ids))
+    engine = Engine(config, runtime, drafters, frozenset(target.config.eos_token_ids))
+    calibrate(engine, target)
     return engine, target

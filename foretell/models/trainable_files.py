@@ -304,7 +304,7 @@ def head_config(head: TrainableHead) -> dict[str, Any]:
         return config | {
             "eagle_config": {
                 "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in head.taps],
-                "use_aux_hidden_state": True,
+                "use_aux_hidden_state": head.fuse is not None,
             },
             "norm_before_residual": head.residual_normed,
             "norm_output": head.recycle_normed,
