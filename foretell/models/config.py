@@ -7,7 +7,7 @@ Hugging Face's config.json is read in the old layout (rope_theta, rope_scaling) 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -98,6 +98,15 @@ class ModelConfig:
     def sizes(self) -> dict[str, int]:
         """What tells a target from others for a head that was made for it."""
         return {name: getattr(self, name) for name in ("hidden_size", "num_layers", "vocab_size")}
+
+    @property
+    def dense(self) -> ModelConfig:
+        """The same with ordinary attention of as many heads, and no experts: what heads that are
+        made for any target have."""
+        if self.mla is None:
+            return self
+        width, heads = self.mla.v_dim, self.num_heads
+        return replace(self, num_kv_heads=heads, head_dim=width, mla=None, moe=None)
 
     @property
     def rope_dim(self) -> int:

@@ -88,8 +88,8 @@ def _layers(
     if not experts:  # dense layers may differ in it
         inner = names.shape(f"{block}mlp.gate_proj.weight")[0]
         config = replace(config, intermediate_size=inner)
-    if config.mla is None:
-        config = replace(config, attention_bias=False, qk_norm=False)
+    if f"{block}self_attn.kv_a_proj_with_mqa.weight" not in names:
+        config = replace(config.dense, attention_bias=False, qk_norm=False)
         return [reader.layer(block, config)], config
     parts = convert_layer(names, config, reader.weights, block, "layer", experts=experts)
     return [assemble_layer(config, reader.weights, dict(parts), "layer")], config

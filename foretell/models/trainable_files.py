@@ -40,8 +40,6 @@ _LAYER = {
 }
 """Parts of a layer and what checkpoints call them."""
 
-_LATENT = "heads with layers are not trained for targets with latent attention: train medusa"
-
 
 def new_head(
     method: str,
@@ -74,9 +72,7 @@ def new_head(
         return TrainableMedusa(target, num_heads, num_layers, draft_ids)
     if method not in METHODS:
         raise ValueError(f"method {method!r} is not trained: choose one of {', '.join(METHODS)}")
-    if target.config.mla:
-        raise ValueError(_LATENT)
-    config = replace(target.config, num_layers=num_layers, windows=None)
+    config = replace(target.config.dense, num_layers=num_layers, windows=None)
     if method == "mtp" and num_layers > 1:
         raise ValueError("an MTP module has one layer: leave layers out")
     eagle3, depth = method == "eagle3", target.config.num_layers
@@ -159,7 +155,7 @@ def _trainable(
 ) -> TrainableHead:
     first = head.layers[0]
     if not isinstance(first, Layer):
-        raise ValueError(_LATENT)
+        raise ValueError("an MTP module with latent attention is not trained: begin a new head")
     config: ModelConfig = head.config
     out = TrainableHead(
         method,

@@ -12,10 +12,15 @@ from safetensors.torch import load_file, save_file
 
 from foretell.attention.cpu import CpuAttention
 from foretell.models.config import ModelConfig
+from foretell.models.frozen import FrozenTarget
+from foretell.models.head_formats import load_eagle
 from foretell.models.loader import load
 from foretell.models.moe import Experts, route
 from foretell.models.mtp_formats import load_mtp
+from foretell.models.trainable import TrainableHead
+from foretell.models.trainable_files import head_config, head_tensors, new_head
 from foretell.runtime.kv import KVPool, page_bytes
+from tests import heads
 from tests.models.test_decoder import TOKENS, error, reference
 from tests.models.tiny import Cache, make, save, save_with_mtp
 
@@ -192,3 +197,16 @@ def test_which_layers_have_experts():
 def test_what_would_not_be_computed_faithfully_is_refused(changes, says):
     with pytest.raises(ValueError, match=says):
         ModelConfig.from_hf(CONFIG | changes)
+
+
+@pytest.mark.parametrize("method", ["eagle", "mtp"])
+def test_heads_with_ordinary_layers_are_made_for_such_a_target(method, tmp_path):
+    path = save(make("v3"), tmp_path / "model")
+    head = new_head(FrozenTarget.open(str(path)), method, norms=True)
+    assert isinstance(head, TrainableHead)
+    (tmp_path / "head").mkdir()
+    heads.write(head_tensors(head), head_config(head), tmp_path / "head")
+    loaded = load(str(path), "f32", progress=False)
+    load_head = {"eagle": load_eagle, "mtp": load_mtp}[method]
+    config = load_head(tmp_path / "head", loaded, "f32").head.config
+    assert (config.num_kv_heads, config.head_dim, config.mla) == (4, 12, None)
