@@ -10,9 +10,11 @@ from torch import Tensor
 from foretell.config import Weights
 from foretell.models.checkpoint import Checkpoint, Source, join
 from foretell.models.config import ModelConfig
-from foretell.models.decoder import Decoder, Layer
-from foretell.models.linear import PackedEmbedding, PackedLinear
-from foretell.models.quant import Packed, pack
+from foretell.models.decoder import Decoder
+from foretell.models.deepseek import assemble_layer, convert_layer
+from foretell.models.layer import Layer
+from foretell.models.linear import PackedEmbedding, PackedLinear, packed_tensors, stored_linear
+from foretell.models.mla import LatentLayer
 from foretell.models.rope import Rope
 
 _OUTPUTS = {
@@ -39,11 +41,16 @@ def convert(
     _skip_mtp(checkpoint)
     hidden = config.hidden_size
     for name, tensor in _ends(checkpoint, config):
-        yield from _packed(name, _outer(weights), tensor)
+        yield from packed_tensors(name, _outer(weights), tensor)
         del tensor  # as large as all else
     advance(1)
     for i in range(config.num_layers):
-        yield from _layer(checkpoint, config, weights, i)
+        if config.mla is None:
+            yield from _layer(checkpoint, config, weights, i)
+        else:
+            experts = config.moe is not None and config.moe.has_experts(i)
+            at, prefix = f"layers.{i}", f"model.layers.{i}."
+            yield from convert_layer(checkpoint, config, weights, prefix, at, experts=experts)
         advance(1)
     yield "norm", checkpoint.take("model.norm.weight", hidden).float()
     if "rope_freqs.weight" in checkpoint:
@@ -70,11 +77,12 @@ def assemble(
     hidden, vocab = config.hidden_size, config.vocab_size
 
     def linear(name: str, kind: Weights, outputs: int, inputs: int) -> PackedLinear:
-        packed = Packed(tensors[f"{name}.weights"], tensors[f"{name}.scale"])
-        return PackedLinear(kind, packed, (outputs, inputs), tensors.get(f"{name}.bias"))
+        return stored_linear(tensors, name, kind, (outputs, inputs))
 
-    def layer(i: int) -> Layer:
+    def layer(i: int) -> Layer | LatentLayer:
         at = f"layers.{i}"
+        if config.mla is not None:
+            return assemble_layer(config, weights, tensors, at)
         return Layer(
             input_norm=tensors[f"{at}.input_layernorm"],
             **{
@@ -146,7 +154,7 @@ def _layer(
             f"{prefix}{block}.{part}_proj": size for part, size in zip(parts, outputs, strict=True)
         }
         weight = [checkpoint.take(f"{n}.weight", size, inputs) for n, size in sizes.items()]
-        yield from _packed(f"layers.{i}.{product}", weights, join(weight))
+        yield from packed_tensors(f"layers.{i}.{product}", weights, join(weight))
         if biased.get(product, config.mlp_bias):
             bias = [checkpoint.take(f"{n}.bias", size) for n, size in sizes.items()]
             yield f"layers.{i}.{product}.bias", join(bias).float()
@@ -155,9 +163,3 @@ def _layer(
         norms |= {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
     for name, size in norms.items():
         yield f"layers.{i}.{name}", checkpoint.take(f"{prefix}{name}.weight", size).float()
-
-
-def _packed(name: str, kind: Weights, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    packed = pack(kind, weight)
-    yield f"{name}.weights", packed.weights
-    yield f"{name}.scale", packed.scale

@@ -25,12 +25,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class KVGroup:
-    """A drafter's own layers in the shared page space."""
+    """A model's layers in the shared page space."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    values: bool = True
+    """False where the keys are the values too, and kept once (latent attention)."""
 
 
 @dataclass(frozen=True, kw_only=True)
