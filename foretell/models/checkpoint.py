@@ -6,13 +6,24 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 _IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
 """Buffers of old checkpoints that follow from the config."""
+
+
+class Cut(NamedTuple):
+    """Part of a tensor: ``start`` to ``stop`` of its dimension ``axis``."""
+
+    axis: int
+    start: int
+    stop: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return tensor.narrow(self.axis, self.start, self.stop - self.start)
 
 
 class Source(Protocol):
@@ -23,8 +34,8 @@ class Source(Protocol):
     """All that tensors and their shapes come from."""
     shapes: dict[str, tuple[int, ...]]
 
-    def read(self, name: str) -> Tensor:
-        """The tensor in any float dtype."""
+    def read(self, name: str, cut: Cut | None = None) -> Tensor:
+        """The tensor in any float dtype, or a part of it: no more is read then."""
         ...
 
 
@@ -157,8 +168,12 @@ class Safetensors:
                 raise ValueError(f"{file}: not a complete safetensors file ({error})") from None
         return self._open[1]
 
-    def read(self, name: str) -> Tensor:
-        return self._handle(self._files[name]).get_tensor(name)
+    def read(self, name: str, cut: Cut | None = None) -> Tensor:
+        handle = self._handle(self._files[name])
+        if cut is None:
+            return handle.get_tensor(name)
+        where = slice(cut.start, cut.stop)
+        return handle.get_slice(name)[where if cut.axis == 0 else (slice(None), where)]
 
 
 class TorchFile:
@@ -180,8 +195,9 @@ class TorchFile:
                 reason = "it holds other Python objects, which are never loaded"
             raise ValueError(f"{path}: not a complete state dict of tensors ({reason})") from None
 
-    def read(self, name: str) -> Tensor:
-        return self._tensors[name]
+    def read(self, name: str, cut: Cut | None = None) -> Tensor:
+        tensor = self._tensors[name]
+        return tensor if cut is None else cut.of(tensor)
 
 
 class Part:

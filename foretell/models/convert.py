@@ -11,9 +11,10 @@ from foretell.config import Weights
 from foretell.models.checkpoint import Checkpoint, Source, join
 from foretell.models.config import ModelConfig
 from foretell.models.decoder import Decoder, Layer
-from foretell.models.linear import PackedEmbedding, PackedLinear
+from foretell.models.linear import Embedding, Linear, PackedEmbedding, PackedLinear
 from foretell.models.quant import Packed, pack
 from foretell.models.rope import Rope
+from foretell.models.sharding import GatheredLinear, Ranks, Shard, SharedEmbedding, SummedLinear
 
 _OUTPUTS = {
     "qkv": ("self_attn", ("q", "k", "v")),
@@ -65,9 +66,14 @@ def assemble(
     weights: Weights,
     tensors: Mapping[str, Tensor],
     max_model_len: int | None = None,
+    parallel: tuple[Shard, Ranks] | None = None,
 ) -> Decoder:
-    """The decoder of what `convert` made; it keeps the tensors without a copy."""
-    hidden, vocab = config.hidden_size, config.vocab_size
+    """The decoder of what `convert` made; it keeps the tensors without a copy.
+
+    Args:
+        parallel: whose part the tensors are and whom to share its products with; ``config`` then
+            has the part's sizes.
+    """
 
     def linear(name: str, kind: Weights, outputs: int, inputs: int) -> PackedLinear:
         packed = Packed(tensors[f"{name}.weights"], tensors[f"{name}.scale"])
@@ -87,16 +93,38 @@ def assemble(
             window=config.window(i),
         )
 
-    table = linear("embedding", _outer(weights), vocab, hidden)
-    tied = config.tie_embeddings
-    return Decoder(
-        config,
-        PackedEmbedding(table),
-        [layer(i) for i in range(config.num_layers)],
-        tensors["norm"],
-        table if tied else linear("lm_head", _outer(weights), vocab, hidden),
-        Rope(config, tensors.get("rope_factors"), max_model_len),
+    embedding: Embedding
+    lm_head: Linear
+    embedding, lm_head = ends(config, weights, tensors)
+    layers = [layer(i) for i in range(config.num_layers)]
+    if parallel is not None:
+        shard, ranks = parallel
+        for each in layers:
+            each.o, each.down = SummedLinear(each.o, ranks), SummedLinear(each.down, ranks)
+        embedding = SharedEmbedding(embedding, shard, ranks)
+        lm_head = GatheredLinear(lm_head, shard, ranks)
+    rope = Rope(config, tensors.get("rope_factors"), max_model_len)
+    return Decoder(config, embedding, layers, tensors["norm"], lm_head, rope)
+
+
+def convert_ends(
+    source: Source, config: ModelConfig, weights: Weights
+) -> Iterator[tuple[str, Tensor]]:
+    """What `convert` yields for `ends`, and nothing else."""
+    for name, tensor in _ends(Checkpoint(source), config):
+        yield from _packed(name, _outer(weights), tensor)
+
+
+def ends(
+    config: ModelConfig, weights: Weights, tensors: Mapping[str, Tensor]
+) -> tuple[PackedEmbedding, PackedLinear]:
+    """Embedding and output projection, which may be one matrix."""
+    kind, shape = _outer(weights), (config.vocab_size, config.hidden_size)
+    table, output = (
+        PackedLinear(kind, Packed(tensors[f"{name}.weights"], tensors[f"{name}.scale"]), shape)
+        for name in ("embedding", "embedding" if config.tie_embeddings else "lm_head")
     )
+    return PackedEmbedding(table), table if config.tie_embeddings else output
 
 
 def _outer(weights: Weights) -> Weights:

@@ -14,7 +14,7 @@ from torch import Tensor
 from foretell.attention.base import Attention, Layout
 from foretell.attention.rows import add_rms_norm, rms_norm, rope_and_write, silu_mul
 from foretell.models.config import ModelConfig
-from foretell.models.linear import Embedding, Linear, PackedLinear
+from foretell.models.linear import Embedding, Linear
 from foretell.models.rope import Rope
 from foretell.models.whole_pass import can_run, whole_pass
 
@@ -49,7 +49,7 @@ class Decoder:
         embedding: Embedding,
         layers: list[Layer],
         norm: Tensor,
-        lm_head: PackedLinear,
+        lm_head: Linear,
         rope: Rope,
     ) -> None:
         assert len(layers) == config.num_layers

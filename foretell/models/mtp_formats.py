@@ -60,7 +60,7 @@ def load_mtp(
     ids = own_ids(names, own, draft_vocab, path, vocab, prefix)
     head = Head(
         config=config,
-        embedding=target.model.embedding,
+        embedding=target.ends[0],
         layers=[reader.layer(block, config)],
         lm_head=shared(target, ids),
         rope=Rope(config),
