@@ -32,6 +32,11 @@ class LoadedModel:
     path: Path
     weights: Weights
 
+    @property
+    def is_whole(self) -> bool:
+        """Is all of it here, or only one rank's part?"""
+        return self.model.config.num_heads == self.config.num_heads
+
     @cached_property
     def ends(self) -> tuple[PackedEmbedding, PackedLinear]:
         """Embedding and output projection as a whole, for heads that share them. Of a model that
