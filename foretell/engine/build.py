@@ -96,7 +96,9 @@ def _lead(
         raise ValueError("tensor_parallel: give the model's name, each rank loads its own part")
     model = open_source(resolve(config.model))[1]
     accept(model)
-    Shard(model, 0, config.tensor_parallel)  # what does not divide is refused before anything starts
+    Shard(
+        model, 0, config.tensor_parallel
+    )  # what does not divide is refused before anything starts
     place = torchrun()
     neighbours = place.neighbours if place else config.tensor_parallel
     set_num_threads(max(1, num_threads() // neighbours))

@@ -105,9 +105,7 @@ def load(
         source, part, parallel = Sliced(source, shard), shard.config, (shard, ranks)
         name = f"{kind}.{ranks.rank}of{ranks.world}"
     with progress_bar("converting weights", config.num_layers + 1, shown=progress) as advance:
-        tensors = converted(
-            path, name, source.files, lambda: convert(source, part, kind, advance)
-        )
+        tensors = converted(path, name, source.files, lambda: convert(source, part, kind, advance))
     model = assemble(part, kind, tensors, max_model_len, parallel)
     return LoadedModel(model, config, path, kind)
 

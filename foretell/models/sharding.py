@@ -76,7 +76,7 @@ class Shard:
 
     @property
     def config(self) -> ModelConfig:
-        """Sizes of this rank's decoder; its vocabulary is what embedding and output have rows of."""
+        """Sizes of this rank's decoder; its vocabulary is the rows that it has of both ends."""
         whole, world = self.whole, self.world
         return replace(
             whole,

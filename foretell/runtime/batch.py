@@ -70,11 +70,6 @@ def pack(
     )
 
 
-def most_words(max_rows: int, max_num_seqs: int, max_pages: int) -> int:
-    """Of a buffer: every row an output, and as many moves."""
-    return HEADER + 11 * max_rows + max_num_seqs * max_pages
-
-
 def view(words: np.ndarray, page_size: int, device: torch.device) -> Batch:
     """A batch out of what `pack` made, copied to the device in one piece."""
     num_rows, num_outputs, num_seqs, num_pages, num_moves, _ = words[:HEADER].tolist()

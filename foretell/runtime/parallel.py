@@ -27,7 +27,7 @@ from foretell.attention.base import Attention
 from foretell.config import EngineConfig
 from foretell.models.config import ModelConfig
 from foretell.models.loader import LoadedModel
-from foretell.runtime.batch import most_words, pack, view
+from foretell.runtime.batch import HEADER, pack, view
 from foretell.runtime.channel import Broadcast, Channel, SharedMemory
 from foretell.runtime.identity import difference, identity
 from foretell.runtime.ranks import Group, RankError
@@ -35,6 +35,7 @@ from foretell.runtime.runner import Output, Runtime
 from foretell.runtime.stream import Stream
 from foretell.runtime.torchrun import torchrun
 from foretell.spec.drafter import Rows
+from foretell.spec.tree import MAX_NODES
 
 _LOOK = 0.1
 """Seconds between looks at the others while a pass runs."""
@@ -58,12 +59,14 @@ class Leader:
         self.memory: list[dict[str, int]] = []
         """Bytes by group of each other rank."""
         self._stream = Stream("pass")
+        file, sockets = -1, list[socket.socket]()
         if place := torchrun():
             self.group = place.group(config)
         else:
             timeout = config.rank_timeout
             self.group = Group(0, world, "127.0.0.1", 0, timeout, neighbours=world)
-            sockets, file = self._spawn(config, model)
+            file = SharedMemory.file(most_words(config, model))
+            sockets = self._spawn(config, file)
         try:
             self._meet(config)
             self.group.connect()
@@ -71,18 +74,13 @@ class Leader:
             _end(self.processes, None)
             raise
         self.channel: Channel = (
-            Broadcast(self.group.words()) if place else SharedMemory(file, sockets)  # type: ignore[possibly-undefined]
+            Broadcast(self.group.words()) if place else SharedMemory(file, sockets)
         )
         # Runs when the program ends, too: nothing is left of the others.
         self._finish = weakref.finalize(self, _end, self.processes, self.channel)
 
-    def _spawn(
-        self, config: EngineConfig, model: ModelConfig
-    ) -> tuple[list[socket.socket], int]:
-        words = most_words(
-            config.max_num_batched_tokens, config.max_num_seqs, max_pages(config, model)
-        )
-        file, sockets = SharedMemory.file(words), list[socket.socket]()
+    def _spawn(self, config: EngineConfig, file: int) -> list[socket.socket]:
+        sockets = list[socket.socket]()
         package = str(Path(__file__).parents[2])
         paths = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
         for rank in range(1, config.tensor_parallel):
@@ -103,7 +101,7 @@ class Leader:
             )
             theirs.close()
             sockets.append(mine)
-        return sockets, file
+        return sockets
 
     def _meet(self, config: EngineConfig) -> None:
         mine, found = identity(config), self.hear("identity")
@@ -131,9 +129,7 @@ class Leader:
                 return f"rank {rank} (process {process.pid}) has ended {how}"
         return self.group.lost()
 
-    def submit(
-        self, words: np.ndarray, work: Callable[[], T]
-    ) -> concurrent.futures.Future[T]:
+    def submit(self, words: np.ndarray, work: Callable[[], T]) -> concurrent.futures.Future[T]:
         """Sends a buffer and runs this rank's own part of the pass, on a thread of its own: what
         interrupts the caller leaves the ranks in step.
 
@@ -222,7 +218,7 @@ class ParallelRuntime(Runtime):
 
     def agree(self, num_pages: int) -> int:
         """The pages that every rank has room for; then all take them."""
-        num_pages = min(num_pages, *self.leader.hear("loaded"))
+        num_pages = min([num_pages, *self.leader.hear("loaded")])
         self.leader.group.answer("loaded", num_pages)
         self.leader.memory = self.leader.hear("memory")
         return num_pages
@@ -256,9 +252,12 @@ class ParallelRuntime(Runtime):
         self.leader.close()
 
 
-def max_pages(config: EngineConfig, model: ModelConfig) -> int:
-    """Pages of the longest sequence, generously."""
-    return (config.max_model_len or model.max_position_embeddings) // config.page_size + 65
+def most_words(config: EngineConfig, model: ModelConfig) -> int:
+    """Of a buffer, generously: every row an output and moved, every sequence of full length."""
+    length = config.max_model_len or model.max_position_embeddings
+    pages = (length + MAX_NODES) // config.page_size + 2
+    rows = config.max_num_batched_tokens + MAX_NODES * config.max_num_seqs
+    return HEADER + 11 * rows + config.max_num_seqs * pages
 
 
 def plain(config: EngineConfig) -> dict[str, Any]:

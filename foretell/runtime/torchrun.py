@@ -42,6 +42,4 @@ def torchrun() -> Place | None:
         return None
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return Place(
-        rank, world, neighbours, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    )
+    return Place(rank, world, neighbours, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
