@@ -112,7 +112,7 @@ class Leader:
                 raise RankError(message)
         self.group.answer("identity", None)
 
-    def hear(self, stage: str) -> list[dict[str, Any]]:
+    def hear(self, stage: str) -> list[Any]:
         """What the other ranks tell."""
         return self.group.hear(stage, self.lost)
 

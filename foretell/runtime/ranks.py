@@ -4,6 +4,9 @@ Everything that can wait is bounded. Each rank writes a pulse into the store tha
 rank 0 looks at the pulses whenever it waits, and a rank whose store has gone ends itself.
 """
 
+# pyright: reportPrivateImportUsage=false
+# (torch documents its stores where they are imported from here, but does not say so in code)
+
 from __future__ import annotations
 
 import json
@@ -21,7 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
 
 _AGES = timedelta(days=3650)
 """For waits that end with the process: a pulse that fails ends it."""
@@ -69,14 +71,14 @@ class Group:
         if holds and host == "127.0.0.1":  # else it would listen on every address
             listening = socket.create_server((host, port))
             port = listening.getsockname()[1]
-        store = c10d.TCPStore(
+        store = dist.TCPStore(
             host, port, None, holds, patience, wait_for_workers=False,
             master_listen_fd=listening.detach() if listening else None,
         )  # fmt: skip
         self.port = store.port
         # Of its own connection: a pulse never waits behind a call that does.
-        pulses = c10d.TCPStore(host, self.port, None, False, patience, wait_for_workers=False)
-        self._store, self._pulses = (c10d.PrefixStore("foretell", s) for s in (store, pulses))
+        pulses = dist.TCPStore(host, self.port, None, False, patience, wait_for_workers=False)
+        self._store, self._pulses = (dist.PrefixStore("foretell", s) for s in (store, pulses))
         self._ended = threading.Event()
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._local = host in ("127.0.0.1", "localhost")
@@ -98,7 +100,7 @@ class Group:
         return self._process_group("words", _AGES, host_only=True)
 
     def _process_group(self, name: str, timeout: timedelta, host_only: bool = False) -> Any:
-        store = c10d.PrefixStore(name, self._store)
+        store = dist.PrefixStore(name, self._store)
         if self.device.type == "cuda" and not host_only:
             settings = dist.ProcessGroupNCCL.Options()
             settings._timeout = timeout
