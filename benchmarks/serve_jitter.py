@@ -68,15 +68,13 @@ def serve(config: dict, ready, results) -> None:
     """In a process of its own: what it costs to serve is then the server's, not the clients'."""
     import threading
 
-    import uvicorn
-
     from foretell.server.app import create_app
-    from foretell.server.run import listen, uvicorn_config
+    from foretell.server.run import Server, listen
 
     settings = ServerConfig(port=0)
     app = create_app(LLM(**config), settings)
     with listen(settings.host, 0) as listening:
-        server = uvicorn.Server(uvicorn_config(app, settings))
+        server = Server(app, settings)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
         ready.put(listening.getsockname()[1])

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import foretell
-from foretell.bench.cli import TraceFile, bench, certify
+from foretell.bench.cli import TraceFile, advise, bench, certify
 from foretell.config import EngineConfig, ServerConfig
 from foretell.flags import from_fields
 from foretell.sequence import FinishReason, SamplingParams
@@ -73,7 +73,7 @@ System = Annotated[
 
 
 @app.command()
-@from_fields(EngineConfig, SamplingParams)
+@from_fields(EngineConfig, SamplingParams, speculation="auto")
 def generate(
     engine: EngineConfig,
     sampling: SamplingParams,
@@ -135,7 +135,12 @@ def generate(
 
 
 @app.command("chat")
-@from_fields(EngineConfig, SamplingParams, without=("n", "logprobs", "prompt_logprobs"))
+@from_fields(
+    EngineConfig,
+    SamplingParams,
+    without=("n", "logprobs", "prompt_logprobs"),
+    speculation="auto",
+)
 def chat_command(
     engine: EngineConfig,
     sampling: SamplingParams,
@@ -148,11 +153,12 @@ def chat_command(
 
 
 app.command("bench")(bench)
+app.command("advise")(advise)
 app.command("certify")(certify)
 
 
 @app.command()
-@from_fields(EngineConfig, ServerConfig)
+@from_fields(EngineConfig, ServerConfig, speculation="auto")
 def serve(engine: EngineConfig, server: ServerConfig, trace: TraceFile = None) -> None:
     """Serve a model over HTTP, as OpenAI's API. The page at / shows speculation at work."""
     from foretell.server.run import serve as run

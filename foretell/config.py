@@ -52,7 +52,7 @@ class SpeculationConfig:
     """
 
     method: str
-    """A file of foretell.drafters, or module:Class."""
+    """A file of foretell.drafters, module:Class, or auto."""
     k: int = 5
     """Draft tokens for each sequence and step."""
     verification: Verification = "coupled"
@@ -60,8 +60,13 @@ class SpeculationConfig:
     temperature. typical, threshold: faster but lossy."""
     threshold: float = 0.3
     """For the lossy rules: smallest target probability that is accepted (for typical, epsilon)."""
+    adaptive: bool = True
+    """Draft as much as pays at the moment, at most k, or not at all. False: always k."""
     options: dict[str, str] = field(default_factory=dict[str, str])
     """The scheme's own options, as written."""
+    also: tuple[SpeculationConfig, ...] = ()
+    """Further schemes: each sequence gets drafts from the one that pays most. How guesses are
+    checked is the first one's."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str) or not self.method:
@@ -76,18 +81,34 @@ class SpeculationConfig:
                 f"verification={self.verification!r}: choose one of "
                 + ", ".join(get_args(Verification))
             )
+        if self.also and not self.adaptive:
+            raise ValueError("adaptive=false: goes with one scheme only, leave the others out")
         if not 0 < self.threshold <= 1:
             raise ValueError(f"threshold={self.threshold}: must be above 0 and at most 1")
 
     @classmethod
     def parse(cls, text: str) -> SpeculationConfig | None:
-        """Reads ``method:name=value,name=value``; ``none`` and ``off`` give None.
+        """Reads ``method:name=value,name=value``; ``none`` and ``off`` give None. Several schemes
+        are joined by ``+``; ``auto`` is what is worth trying with any model.
 
         Raises:
             ValueError: not of that form.
         """
         if text.strip().lower() in ("", "none", "off"):
             return None
+        # A plus sign may be part of a path: the next scheme begins with a name and its options.
+        first, *others = re.split(r"\+(?=[\w.\-]+(?::[^/]|\+|$))", text)
+        schemes = [cls._parse(part) for part in (first, *others)]
+        if not others:
+            return schemes[0]
+        for part in others:
+            for name in ("verification", "threshold", "adaptive"):
+                if re.search(rf"[:,]{name}=", part):
+                    raise ValueError(f"speculation {text!r}: {name} is said with the first scheme")
+        return replace(schemes[0], also=tuple(schemes[1:]))
+
+    @classmethod
+    def _parse(cls, text: str) -> SpeculationConfig:
         method, _, rest = text.strip().partition(":")
         if re.match(r"[A-Z_]\w*(,|$)", rest):  # module:Class and its options
             name, _, rest = rest.partition(",")
@@ -104,9 +125,13 @@ class SpeculationConfig:
             if name in given:
                 raise ValueError(f"speculation {text!r}: {name} is given twice")
             given[name] = value.strip()
+        adaptive = given.pop("adaptive", "true").lower()
+        if adaptive not in ("true", "false"):
+            raise ValueError(f"speculation {text!r}: adaptive must be true or false")
         try:
             return cls(
                 method=method,
+                adaptive=adaptive == "true",
                 k=int(given.pop("k", cls.k)),
                 verification=given.pop("verification", cls.verification),  # type: ignore[arg-type]
                 threshold=float(given.pop("threshold", cls.threshold)),

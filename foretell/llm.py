@@ -72,6 +72,7 @@ class LLM:
             **options,
         )
         self.engine, self.target = build_engine(self.config, loaded)
+        self.config = self.engine.config  # `auto` spelled out
         try:
             self.tokenizer = self.target.tokenizer
         except ValueError as error:  # token ids in, token ids out

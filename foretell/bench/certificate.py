@@ -46,7 +46,10 @@ def identify(rig: Rig) -> dict[str, Any]:
     """Names, formats and digests of what is certified; no folders."""
     speculation = rig.speculation
     options = {k: Path(v).name if k == "model" else v for k, v in speculation.options.items()}
+    assert rig.engine.speculation is not None
+    also = "+".join(scheme.method for scheme in rig.engine.speculation.also)
     shown = {"k": speculation.k, "verification": speculation.verification} | options
+    shown |= {"also": also} if also else {}
     files = {"target": rig.target.path}
     if given := speculation.options.get("model"):
         files["draft"] = resolve(given, head=True)
@@ -58,9 +61,9 @@ def identify(rig: Rig) -> dict[str, Any]:
         "settings": shown,
         "engine": {name: getattr(rig.engine, name) for name in limits},
         "files": {
-            f"{owner}: {path.name}": digest
+            f"{owner}: {path.name}": found
             for owner, where in files.items()
-            for path, digest in digests(where).items()
+            for path, found in digests(where).items()
         },
     }
 
@@ -71,10 +74,15 @@ def digests(path: Path) -> dict[Path, str]:
     out: dict[Path, str] = {}
     with progress_bar("hashing files", len(found)) as advance:
         for file in found:
-            with file.open("rb") as opened:
-                out[file] = hashlib.file_digest(opened, "sha256").hexdigest()
+            out[file] = digest(file)
             advance(1)
     return out
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def print_verdict(certificate: Certificate, console: Console) -> None:
@@ -127,8 +135,8 @@ def _body(certificate: Certificate) -> str:
         for name, value in facts.items()
     )
     files = "".join(
-        f"<tr><th scope=row>{escape(name)}</th><td><code>{digest}</code></td></tr>"
-        for name, digest in about["files"].items()
+        f"<tr><th scope=row>{escape(name)}</th><td><code>{found}</code></td></tr>"
+        for name, found in about["files"].items()
     )
     return (
         f'<p class="eyebrow">foretell certificate</p><h1 class="{verdict}">{title}</h1>'
@@ -166,7 +174,7 @@ def _tests(part: Part) -> str:
     tests = [detail for detail in part.details if "p" in detail]
     if not tests:
         return ""
-    names = ("rule", "setting", "prompt", "answers", "drafted", "texts", "p")
+    names = ("test", "setting", "answers", "drafted", "texts", "p")
     head = "".join(f"<th>{name}</th>" for name in names)
     rows = "".join(
         "<tr>"

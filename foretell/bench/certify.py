@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from foretell.bench.certificate import Certificate, identify, print_verdict
+from foretell.bench.certificate import Certificate, digest, identify, print_verdict
 from foretell.bench.certify_config import CertifyConfig
 from foretell.bench.certify_law import num_tests, same_law
 from foretell.bench.certify_part import Part, Rig
@@ -66,7 +66,10 @@ def certify(
     rig = Rig(engine, target, config)
     start = time.time()
     parts = run_parts(rig, spread(conversations, config.limit))
-    about = identify(rig) | {
+    about = identify(rig)
+    if prompts is not None:
+        about["files"] |= {f"prompts: {prompts.name}": digest(prompts)}
+    about |= {
         "prompts": str(prompts.name if prompts else "foretell's own workload"),
         "seconds": round(time.time() - start, 1),
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(start)),
@@ -90,7 +93,7 @@ def run_parts(rig: Rig, conversations: list[Conversation]) -> list[Part]:
         answers = references(rig, asked, advance)
     left_out = len(asked) - len(answers)
     with progress_bar("same text", num_ways(rig) * len(answers)) as advance:
-        same, bits, scheme = same_text(rig, answers, left_out, advance)
+        same, bits, engines = same_text(rig, answers, left_out, advance)
     with progress_bar(
         "same distribution", num_tests(rig, len(prompts)) * config.samples
     ) as advance:
@@ -99,8 +102,8 @@ def run_parts(rig: Rig, conversations: list[Conversation]) -> list[Part]:
     with progress_bar("acceptance 1.0", len(own)) as advance:
         accepted = self_acceptance(rig, own, advance)
     some = [request for request, _ in answers if not request.params.grammar]
-    with progress_bar("KV audit", 2 * len(some)) as advance:
-        kept = audit(rig, scheme, some, advance)
+    with progress_bar("KV audit", 2 * len(engines) * len(some)) as advance:
+        kept = audit(rig, engines, some, advance)
     return [same, bits, law, accepted, kept]
 
 

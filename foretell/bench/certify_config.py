@@ -37,5 +37,5 @@ class CertifyConfig:
             self,
             max_tokens=min(32, self.max_tokens),
             limit=min(4, self.limit),
-            samples=min(600, self.samples),
+            samples=min(400, self.samples),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from foretell.bench.certify_config import CertifyConfig
@@ -83,8 +83,9 @@ class Rig:
 
     @property
     def speculation(self) -> SpeculationConfig:
+        """The scheme, always drafting: what pays is no matter here."""
         assert self.engine.speculation is not None
-        return self.engine.speculation
+        return replace(self.engine.speculation, adaptive=False, also=())
 
     def make(self, speculation: SpeculationConfig | str | None, slots: int, **changes: Any) -> LLM:
         """An engine with so many slots."""

@@ -6,15 +6,23 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from foretell.answer import Result
 from foretell.bench.certify_part import Part, Progress, Request, Rig, check_drafter, guarded
+from foretell.bench.rehearsed import METHOD as REHEARSED
+from foretell.bench.rehearsed import Known, rehearse
 from foretell.bench.run import PLAIN, SAME_TEXT, first_difference
 from foretell.llm import LLM
 from foretell.sequence import FinishReason, Logprob, SamplingParams
 
-JSON = '{"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}'
+JSON = (
+    '{"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, '
+    '"required": ["a", "b"]}'
+)
+ADAPTIVE = "as configured"
+"""The way in which the engine drafts only where that pays, and with all of its schemes."""
 Answers = list[Result]
 
 
@@ -36,10 +44,8 @@ def settings(max_tokens: int) -> dict[str, SamplingParams]:
         "logit bias": {"temperature": 0.7, "min_tokens": max_tokens // 2},
         "grammar": {"temperature": 0, "grammar": JSON},
     }
-    return {
-        name: SamplingParams(**{"max_tokens": max_tokens, "logprobs": 2} | kind)
-        for name, kind in kinds.items()
-    }
+    common: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": 2}
+    return {name: SamplingParams(**common, **kind) for name, kind in kinds.items()}
 
 
 def requests(prompts: dict[str, list[int]], max_tokens: int, seed: int) -> list[Request]:
@@ -61,7 +67,8 @@ def references(rig: Rig, asked: list[Request], advance: Progress) -> list[tuple[
         if request.setting == "logit bias" and greedy:
             request = replace(request, params=_biased(request.params, greedy))
         try:
-            (result,) = llm.generate(request.ids, request.params)
+            # A grammar drafts what it forces, without a scheme too: not here.
+            (result,) = llm.generate(request.ids, request.params, speculate=False)
         except ValueError:  # a grammar that this tokenizer cannot write
             result = None
         advance(1)
@@ -81,11 +88,11 @@ def _biased(params: SamplingParams, greedy: Result) -> SamplingParams:
 
 def same_text(
     rig: Rig, answers: list[tuple[Request, Result]], left_out: int, advance: Progress
-) -> tuple[Part, Part, LLM]:
+) -> tuple[Part, Part, list[LLM]]:
     """Asks everything again in each way and compares.
 
     Returns:
-        The part about tokens, the part about bits, and the scheme's engine.
+        The part about tokens, the part about bits, and the engines that drafted.
     """
     part = Part(
         "same text",
@@ -100,9 +107,10 @@ def same_text(
         part.notes.append(f"{left_out} requests were left out: plain decoding cannot answer them")
     if not answers:
         part.fail("no request could be answered")
-        return part, bits, rig.plain_alone()
+        return part, bits, []
     batch, speculation = rig.config.batch, rig.speculation
     scheme = rig.make(speculation, batch)
+    trees = rehearsed(rig, answers)
     plain = rig.make(None, batch)
     exact = speculation.verification in SAME_TEXT
     comparable = [pair for pair in answers if exact or pair[0].params.greedy]
@@ -112,7 +120,7 @@ def same_text(
             "seed: sampled requests are compared under coupled verification"
         )
     with guarded(part):
-        for name, llm, run, own in _ways(rig, plain, scheme, exact, answers, comparable):
+        for name, llm, run, own in _ways(rig, plain, scheme, trees, exact, answers, comparable):
             before = llm.engine.metrics.drafted
             got = run(llm, [request for request, _ in own])
             part.count("answers", len(own))
@@ -122,12 +130,21 @@ def same_text(
             if llm.engine.drafter:
                 part.count("drafted", llm.engine.metrics.drafted - before)
                 part.count("accepted", sum(r.stats.accepted for r in got))
-                check_drafter(part, llm, llm.engine.metrics.drafted)
-    return part, bits, scheme
+                may_rest = name.startswith(ADAPTIVE)
+                check_drafter(part, llm, 1 if may_rest else llm.engine.metrics.drafted)
+    return part, bits, [scheme, trees]
+
+
+def rehearsed(rig: Rig, answers: list[tuple[Request, Result]]) -> LLM:
+    """An engine whose drafter knows the answers."""
+    known: Known = {
+        (tuple(request.ids), request.params.seed): result.token_ids for request, result in answers
+    }
+    return rehearse(rig.make(REHEARSED, rig.config.batch), known)
 
 
 def num_ways(rig: Rig) -> int:
-    return 4 if rig.speculation.verification in SAME_TEXT else 5
+    return 6 if rig.speculation.verification in SAME_TEXT else 7
 
 
 Way = tuple[str, LLM, Callable[[LLM, list[Request]], Answers], SequenceOf[tuple[Request, Result]]]
@@ -137,24 +154,29 @@ def _ways(
     rig: Rig,
     plain: LLM,
     scheme: LLM,
+    trees: LLM,
     exact: bool,
     everything: list[tuple[Request, Result]],
     comparable: list[tuple[Request, Result]],
 ) -> Iterator[Way]:
     some = max(2, rig.config.batch // 4)
-    yield f"{PLAIN}, {rig.config.batch} at once", plain, all_at_once, everything
+    together = partial(all_at_once, speculate=False)
+    yield f"{PLAIN}, {rig.config.batch} at once", plain, together, everything
     yield "alone, streamed", scheme, streamed, comparable
     yield f"{some} at once", scheme, lambda llm, own: in_groups(llm, own, some), comparable
     yield f"{rig.config.batch} at once", scheme, all_at_once, comparable
+    adaptive = rig.make(rig.engine.speculation, rig.config.batch)
+    yield f"{ADAPTIVE}, {rig.config.batch} at once", adaptive, all_at_once, comparable
+    yield f"rehearsed trees, {rig.config.batch} at once", trees, all_at_once, everything
     if not exact:
         coupled = replace(rig.speculation, verification="coupled")
         llm = rig.make(coupled, rig.config.batch)
         yield f"coupled, {rig.config.batch} at once", llm, all_at_once, everything
 
 
-def all_at_once(llm: LLM, asked: list[Request]) -> Answers:
+def all_at_once(llm: LLM, asked: list[Request], speculate: bool = True) -> Answers:
     """As many at once as there are slots; whoever ends makes room for the next."""
-    return llm.generate([r.ids for r in asked], [r.params for r in asked])
+    return llm.generate([r.ids for r in asked], [r.params for r in asked], speculate=speculate)
 
 
 def in_groups(llm: LLM, asked: list[Request], size: int) -> Answers:

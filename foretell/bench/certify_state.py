@@ -28,7 +28,8 @@ def self_acceptance(rig: Rig, asked: list[Request], advance: Progress) -> Part:
 
 
 def _check_acceptance(part: Part, rig: Rig, asked: list[Request], advance: Progress) -> None:
-    llm = rig.make(f"draft-model:weights=target,k={min(rig.speculation.k, 8)}", rig.config.batch)
+    own = f"draft-model:weights=target,adaptive=false,k={min(rig.speculation.k, 8)}"
+    llm = rig.make(own, rig.config.batch)
     for request, answer in zip(
         asked, llm.generate([r.ids for r in asked], [r.params for r in asked]), strict=True
     ):
@@ -57,11 +58,11 @@ def self_requests(asked: list[Request]) -> list[Request]:
     ]
 
 
-def audit(rig: Rig, scheme: LLM, asked: list[Request], advance: Progress) -> Part:
+def audit(rig: Rig, engines: list[LLM], asked: list[Request], advance: Progress) -> Part:
     """KV of requests that still run, against a clean rebuild of the same text; then the pages.
 
     Args:
-        scheme: the engine that answered everything before; nothing of that may be left in it.
+        engines: those that answered everything before; nothing of that may be left in them.
     """
     part = Part(
         "KV audit",
@@ -69,25 +70,28 @@ def audit(rig: Rig, scheme: LLM, asked: list[Request], advance: Progress) -> Par
         "byte by byte; every page comes back",
     )
     with guarded(part):
-        _check_kv(part, rig, scheme, asked, advance)
+        clean = rig.make(rig.speculation, 1, prefix_caching=False)
+        for llm in engines:
+            _check_kv(part, rig, llm, clean, asked, advance)
+        if not part.counts.get("requests"):
+            part.fail("no answer was long enough to be looked at while it runs: other prompts")
     return part
 
 
-def _check_kv(part: Part, rig: Rig, scheme: LLM, asked: list[Request], advance: Progress) -> None:
-    clean = rig.make(rig.speculation, 1, prefix_caching=False)
+def _check_kv(
+    part: Part, rig: Rig, llm: LLM, clean: LLM, asked: list[Request], advance: Progress
+) -> None:
     for _ in range(_COPIES):
         for at in range(0, len(asked), rig.config.batch):
             group = asked[at : at + rig.config.batch]
-            half = _under_way(scheme, group, rig.config.max_tokens // 2)
+            half = _under_way(llm, group, rig.config.max_tokens // 2)
             for request, sequence in zip(group, half, strict=True):
                 if not sequence.finished:
-                    _compare(part, scheme, clean, request, sequence)
+                    _compare(part, llm, clean, request, sequence)
                     part.count("requests")
                 advance(1)
-            scheme.close()
-    if not part.counts.get("requests"):
-        part.fail("no answer was long enough to be looked at while it runs: take other prompts")
-    _check_pages(part, scheme, "after everything")
+            llm.close()
+    _check_pages(part, llm, "after everything")
 
 
 def _under_way(llm: LLM, asked: list[Request], least: int) -> list[Sequence]:
@@ -110,14 +114,16 @@ def _under_way(llm: LLM, asked: list[Request], least: int) -> list[Sequence]:
 
 def _compare(part: Part, llm: LLM, clean: LLM, request: Request, sequence: Sequence) -> None:
     """Every cell that is final, of every layer."""
-    count = sequence.num_computed
-    assert count < len(sequence.tokens)
+    assert sequence.num_computed < len(sequence.tokens)
     # With room for more than its first token, or it would have ended and let its pages go.
     again = replace(request, ids=list(sequence.tokens), params=SamplingParams(max_tokens=8))
     (copy,) = _under_way(clean, [again], 1)
     for group in _layers(llm):
-        if group != "target" and not sequence.speculate:
-            continue
+        count = sequence.num_computed
+        if group == "draft" and llm.engine.drafter:
+            count = min(count, llm.engine.drafter.needs.max_positions or count)
+            if not sequence.speculate:  # the drafter failed and no longer watches
+                continue
         mine, theirs = _cells(llm, group, sequence, count), _cells(clean, group, copy, count)
         part.count(f"{group} cells", count)
         if not torch.equal(mine, theirs):

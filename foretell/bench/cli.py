@@ -102,10 +102,67 @@ def certify(
         typer.Option(metavar="FILE", help="Write the certificate, one page of HTML."),
     ] = None,
 ) -> None:
-    """Prove that speculation changes nothing, on this model, draft and prompts."""
+    """Prove that speculation changes nothing.
+
+    On your own model, draft and prompts; status 0 if it holds, 1 if not.
+    """
     get_model(engine.model)
     from foretell.bench.certify import certify as prove
 
     config = config.quick() if quick else config
     if not prove(engine, config, prompts=prompts, json=json_file, html=html):
         raise typer.Exit(1)
+
+
+@from_fields(EngineConfig, BenchConfig, without=("speculation", "prefix_caching", "batch"))
+def advise(
+    engine: EngineConfig,
+    config: BenchConfig,
+    prompts: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="PROMPTS",
+            help="JSONL of your own prompts or logged conversations; the package's if not given.",
+            show_default=False,
+        ),
+    ] = None,
+    speculation: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SCHEME[:NAME=VALUE,...]",
+            help="Scheme to look at; again for more. All that need nothing if not given.",
+        ),
+    ] = None,
+    sample: Annotated[
+        int, typer.Option(min=1, metavar="INTEGER", help="Conversations that are asked.")
+    ] = 8,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, metavar="INTEGER", help="Conversations at once; again for more. 1, 4 and 16."
+        ),
+    ] = None,
+    predict: Annotated[
+        str | None,
+        typer.Option(
+            metavar="gpu=NAME,target=SIZE,tp=N",
+            help="Extrapolate to other hardware, for example gpu=H100,target=70B,tp=8.",
+        ),
+    ] = None,
+) -> None:
+    """Say which scheme pays for your prompts here, or none."""
+    from foretell.bench.roofline import parse_hardware
+
+    hardware = parse_hardware(predict) if predict else None
+    get_model(engine.model)
+    from foretell.bench import advise as advisor
+
+    advisor.advise(
+        speculation or (),
+        config,
+        engine,
+        prompts=prompts,
+        sample=sample,
+        batches=sorted(set(batch or advisor.BATCHES)),
+        predict=hardware,
+    )

@@ -38,7 +38,7 @@ th, td { text-align: left; padding: .38rem .8rem .38rem 0; border-bottom: 1px so
   vertical-align: top; }
 th { color: var(--quiet); font-weight: 600; } .facts th { width: 9rem; white-space: nowrap; }
 .facts td { overflow-wrap: anywhere; }
-td.number, th.number { text-align: right; }
+td.number, th.number { text-align: right; } td.number { white-space: nowrap; }
 code { font: .82rem/1.4 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 figure { margin: 0; break-inside: avoid; } figcaption { color: var(--quiet); font-size: .88rem; }
 svg { max-width: 100%; height: auto; }

@@ -99,7 +99,8 @@ _STYLE = """
 .timeline { min-width: 38rem; } .card .name { font-weight: 600; overflow-wrap: anywhere; }
 .total td { font-weight: 700; } .numbers th:first-child { width: 11rem; }
 .card.slower { border-left-color: var(--fail); }
-@media print { .charts { grid-template-columns: 1fr 1fr; gap: 1rem; } .timeline { min-width: 0; } }
+@media print { .charts { grid-template-columns: 1fr 1fr; gap: 1rem; } .timeline { min-width: 0; }
+  .numbers { font-size: .72rem; } .numbers th:first-child { width: auto; } }
 """
 
 

@@ -42,7 +42,8 @@ def read_workload(path: Path) -> list[Conversation]:
 def parse(text: str, name: str) -> list[Conversation]:
     """Reads JSON lines.
 
-    Each line is an object with ``turns`` (a list of user messages) or ``prompt`` (one message). Its
+    Each line is an object with ``turns`` (a list of user messages), ``prompt`` (one message) or
+    ``messages`` (a logged conversation in OpenAI's form, of which the user's are asked). Its
     id is ``question_id`` or ``id``, else the line number; its category is the first there is of
     ``task``, ``category`` and ``bench``, else ``all``. Other fields and empty lines are ignored.
 
@@ -76,9 +77,9 @@ def parse(text: str, name: str) -> list[Conversation]:
 def _conversation(row: Any, number: int) -> Conversation:
     if not isinstance(row, dict):
         raise ValueError('not an object; write for example {"turns": ["Hello!"]}')
-    turns = row.get("turns", row.get("prompt"))
+    turns = row.get("turns", row.get("prompt", _asked(row)))
     if turns is None:
-        raise ValueError("neither 'turns' nor 'prompt'")
+        raise ValueError("neither 'turns' nor 'prompt' nor 'messages'")
     if isinstance(turns, str):
         turns = [turns]
     if not isinstance(turns, list) or not turns:
@@ -88,6 +89,16 @@ def _conversation(row: Any, number: int) -> Conversation:
     name = next((row[key] for key in ("question_id", "id") if row.get(key) is not None), number)
     category = next((row[key] for key in ("task", "category", "bench") if row.get(key)), "all")
     return Conversation(str(name), str(category), tuple(turns))
+
+
+def _asked(row: dict[str, Any]) -> list[str] | None:
+    """The user's messages of a logged request to OpenAI's API, or of a line of its batch files."""
+    body = row.get("body")
+    messages = (body if isinstance(body, dict) else row).get("messages")
+    if not isinstance(messages, list):
+        return None
+    asked = [m.get("content") for m in messages if isinstance(m, dict) and m.get("role") == "user"]
+    return [text for text in asked if isinstance(text, str)]
 
 
 def by_category(conversations: list[Conversation]) -> dict[str, list[Conversation]]:

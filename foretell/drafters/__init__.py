@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 from foretell.config import SpeculationConfig
+from foretell.models.hub import packaged_head
+from foretell.models.loader import LoadedModel
 from foretell.spec.drafter import Drafter, DraftRuntime
 from foretell.spec.options import read_options
 from foretell.spec.tree_shape import TreeOptions
+
+AUTO = "auto"
+"""In place of a scheme: whatever is worth trying with the target."""
 
 
 def schemes() -> list[str]:
@@ -55,13 +61,24 @@ def check(config: SpeculationConfig) -> None:
     Raises:
         ValueError: as `build`.
     """
-    options = read_options(find(config.method).Options, config.options, config.method)
-    if isinstance(options, TreeOptions):
-        options.shape(config.k)
+    for each in () if config.method == AUTO else (config, *config.also):
+        options = read_options(find(each.method).Options, each.options, each.method)
+        if isinstance(options, TreeOptions):
+            options.shape(each.k)
+
+
+def expand(config: SpeculationConfig, target: LoadedModel) -> SpeculationConfig:
+    """``auto`` spelled out: prompt lookup, which needs nothing, and a head that comes with this
+    package, if one was made for the target. Anything else stays as it is."""
+    if config.method != AUTO:
+        return config
+    heads = [name for name in schemes() if packaged_head(name, target.config.sizes)]
+    also = tuple(replace(config, method=name, k=SpeculationConfig.k) for name in heads[:1])
+    return replace(config, method="prompt-lookup", k=8, also=also)
 
 
 def build(config: SpeculationConfig, runtime: DraftRuntime) -> Drafter:
-    """The drafter that ``config`` names, with its options read.
+    """The drafter that ``config`` names (its first one), with its options read.
 
     Raises:
         ValueError: unknown scheme or option, or a value that an option does not take.

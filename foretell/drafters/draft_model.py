@@ -23,7 +23,7 @@ from foretell.models.loader import LoadedModel, load
 from foretell.models.tokenizer import check_same_vocabulary
 from foretell.sequence import Sequence
 from foretell.spec.draft_vocab import DraftVocab
-from foretell.spec.drafter import Ask, Commit, Drafter, DraftRuntime, KVGroup, Needs, Rows, run_rows
+from foretell.spec.drafter import Ask, Commit, Drafter, DraftRuntime, Needs, Rows, run_rows
 from foretell.spec.grow import coupled, grow_chain, sampled
 from foretell.spec.grow_tree import Frontier, frontier_rows, grow_tree
 from foretell.spec.tree import TokenTree
@@ -74,13 +74,9 @@ class DraftModel(Drafter):
         self.vocab_size = min(shape.vocab_size, runtime.vocab_size)
         self.limit = min(shape.max_position_embeddings, runtime.max_model_len)
         self.needs = Needs(
-            kv=KVGroup(
-                num_layers=shape.num_layers,
-                num_kv_heads=shape.num_kv_heads,
-                head_dim=shape.head_dim,
-                dtype=self.draft.kv_dtype,
-            ),
+            kv=shape.kv_group(self.draft.kv_dtype),
             nodes=self.shape.num_nodes,
+            depth=self.shape.depth,
             max_positions=shape.max_position_embeddings,
         )
         self._slots: dict[int, _Slot] = {}

@@ -25,7 +25,7 @@ from foretell.models.hub import packaged_head, resolve
 from foretell.models.loader import LoadedModel
 from foretell.models.trainable import TrainableHead
 from foretell.sequence import Sequence
-from foretell.spec.drafter import Ask, Commit, Drafter, DraftRuntime, KVGroup, Needs, run_rows
+from foretell.spec.drafter import Ask, Commit, Drafter, DraftRuntime, Needs, run_rows
 from foretell.spec.grow_tree import Frontier, frontier_rows, grow_tree
 from foretell.spec.losses import judge
 from foretell.spec.training import Loss, Rule, TrainingBatch
@@ -89,14 +89,10 @@ class Eagle(Drafter):
         self.shape = self.options.shape(config.k)
         self.needs = Needs(
             features=loaded.taps,
-            kv=KVGroup(
-                num_layers=sizes.num_layers,
-                num_kv_heads=sizes.num_kv_heads,
-                head_dim=sizes.head_dim,
-                dtype=loaded.kv_dtype,
-            ),
+            kv=sizes.kv_group(loaded.kv_dtype),
             lookahead=1,
             nodes=self.shape.num_nodes,
+            depth=self.shape.depth,
             max_positions=sizes.max_position_embeddings,
         )
         self._limit = sizes.max_position_embeddings

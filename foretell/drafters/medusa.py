@@ -41,7 +41,9 @@ class Medusa(Drafter):
         shape = read_shape("medusa") if own else options.shape(config.k)
         self.shape = shape.within(len(self.heads))
         nodes = self.shape.num_nodes
-        self.needs = Needs(features=(-1,), nodes=min(config.k, nodes) if own else nodes)
+        self.needs = Needs(
+            features=(-1,), nodes=min(config.k, nodes) if own else nodes, depth=self.shape.depth
+        )
         self._seen: dict[int, tuple[Sequence, int]] = {}  # by slot: whose features, how many
         hidden = target.config.hidden_size
         self._features = torch.zeros(runtime.max_num_seqs, hidden, device=runtime.device)

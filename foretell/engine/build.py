@@ -12,6 +12,9 @@ from foretell.attention.reference import ReferenceAttention
 from foretell.config import EngineConfig
 from foretell.drafters import build as build_drafter
 from foretell.drafters import check as check_drafter
+from foretell.drafters import expand
+from foretell.engine.calibrate import calibrate
+from foretell.engine.drafting import merge_needs
 from foretell.engine.engine import Engine
 from foretell.models.config import ModelConfig
 from foretell.models.hub import resolve
@@ -66,10 +69,14 @@ def build_engine(
         max_model_len=max_model_len,
         page_size=config.page_size,
     )
-    drafter = build_drafter(config.speculation, runtime) if config.speculation else None
-    if drafter is not None:
-        runtime.taps = drafter.needs.features
-    draft_group = drafter.needs.kv if drafter else None
+    if config.speculation:
+        config = config.with_(speculation=expand(config.speculation, target))
+    schemes = (config.speculation, *config.speculation.also) if config.speculation else ()
+    drafters = [build_drafter(scheme, runtime) for scheme in schemes]
+    draft_group = None
+    if drafters:
+        needs = merge_needs(drafters)
+        runtime.taps, draft_group = needs.features, needs.kv
     groups = [runtime.target_group, *([draft_group] if draft_group else [])]
     if leader is not None:  # they take their KV from the same memory
         groups += [runtime.target_group] * (leader.group.neighbours - 1)
@@ -83,7 +90,8 @@ def build_engine(
     if isinstance(runtime, ParallelRuntime):
         num_pages = runtime.agree(num_pages)
     runtime.allocate(num_pages, draft_group)
-    engine = Engine(config, runtime, drafter, frozenset(target.config.eos_token_ids))
+    engine = Engine(config, runtime, drafters, frozenset(target.config.eos_token_ids))
+    calibrate(engine, target)
     return engine, target
 
 

@@ -44,6 +44,8 @@ class PageCache:
         self._key: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._identity: dict[int, int] = {}
         self._next_identity = 1
+        self._observed: set[int] = set()
+        """Pages that hold the drafter's KV too, where it may be filled in later."""
 
     @property
     def num_free(self) -> int:
@@ -95,12 +97,16 @@ class PageCache:
         while len(sequence.pages) > keep:
             self._release(sequence.pages.pop())
 
-    def publish(self, sequence: Sequence) -> None:
-        """Enters the pages whose tokens are all committed into the prefix cache."""
+    def publish(self, sequence: Sequence, end: int | None = None) -> None:
+        """Enters the pages whose tokens are all committed into the prefix cache.
+
+        Args:
+            end: position behind the last token that may be shared; num_computed if not given.
+        """
         if not self.prefix_caching:
             return
-        size = self.page_size
-        while (end := (sequence.num_hashed_pages + 1) * size) <= sequence.num_computed:
+        size, last = self.page_size, sequence.num_computed if end is None else end
+        while (end := (sequence.num_hashed_pages + 1) * size) <= last:
             page = sequence.pages[sequence.num_hashed_pages]
             key = self._key_of(sequence, end, sequence.hash_parent)
             if key not in self._entries:
@@ -110,6 +116,18 @@ class PageCache:
                 self._next_identity += 1
             sequence.hash_parent = self._identity[self._entries[key]]
             sequence.num_hashed_pages += 1
+
+    def set_observed(self, sequence: Sequence, start: int, end: int) -> None:
+        """The drafter has filled in positions start .. end - 1, and those before."""
+        size = self.page_size
+        self._observed.update(sequence.pages[start // size : end // size])
+
+    def num_observed(self, sequence: Sequence) -> int:
+        """Positions at a sequence's beginning whose pages hold the drafter's KV too."""
+        for count, page in enumerate(sequence.pages):
+            if page not in self._observed:
+                return count * self.page_size
+        return len(sequence.pages) * self.page_size
 
     def release(self, sequence: Sequence) -> None:
         """Takes all pages back, the last first, so that the tails of prefixes go first."""
@@ -144,6 +162,7 @@ class PageCache:
 
     def _take(self) -> int:
         page = self.free.popleft() if self.free else self._evict()
+        self._observed.discard(page)
         self.refs[page] = 1
         return page
 

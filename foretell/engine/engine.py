@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 
 import torch
@@ -12,15 +13,16 @@ from foretell.config import EngineConfig, Verification
 from foretell.engine.admit import check_request
 from foretell.engine.cache import PageCache
 from foretell.engine.choose import Choice, choose, prompt_logprobs, shape_of
+from foretell.engine.drafting import Drafting, merge_needs
 from foretell.engine.metrics import Metrics
 from foretell.engine.rows import Span, lay_out
 from foretell.engine.scheduler import Item, Scheduler
 from foretell.runtime.runner import Runtime
 from foretell.sequence import FinishReason, SamplingParams, Sequence, Step
-from foretell.spec.budget import Limit, limit
-from foretell.spec.drafter import Ask, Commit, Drafter
+from foretell.spec.drafter import Commit, Drafter
 from foretell.spec.forced import MOST_FORCED, with_forced
-from foretell.spec.tree import TokenTree, cut, depths, roots
+from foretell.spec.seats import Limit, Seat, limit
+from foretell.spec.tree import TokenTree, depths, roots
 
 log = logging.getLogger("foretell")
 
@@ -31,7 +33,7 @@ class Engine:
     Args:
         config: limits and defaults.
         runtime: target and KV memory, already allocated.
-        drafter: the scheme, or None for plain decoding.
+        drafters: the schemes; none for plain decoding.
         eos_token_ids: the model's own end-of-text ids.
     """
 
@@ -39,18 +41,15 @@ class Engine:
         self,
         config: EngineConfig,
         runtime: Runtime,
-        drafter: Drafter | None,
+        drafters: SequenceOf[Drafter],
         eos_token_ids: frozenset[int],
     ) -> None:
         assert runtime.kv is not None
         self.config = config
         self.runtime = runtime
-        self.drafter = drafter
+        self.drafter = drafters[0] if drafters else None
         self.end_ids = eos_token_ids
         speculation = config.speculation
-        self.k = speculation.k if speculation else 0
-        if drafter is not None and drafter.needs.nodes is not None:
-            self.k = drafter.needs.nodes
         self.rule: Verification = speculation.verification if speculation else "coupled"
         self.threshold = speculation.threshold if speculation else 1.0
         self.metrics = Metrics()
@@ -58,11 +57,34 @@ class Engine:
             runtime.kv.num_pages,
             config.page_size,
             prefix_caching=config.prefix_caching,
-            lookahead=drafter.needs.lookahead if drafter else 0,
+            lookahead=merge_needs(drafters).lookahead if drafters else 0,
         )
-        self.scheduler = Scheduler(config, self.cache, self._forget, self._draft_limit)
+        self.drafting: Drafting | None = None
+        if drafters:
+            assert speculation
+            self.drafting = Drafting(
+                drafters,
+                adaptive=speculation.adaptive,
+                sampled=self.rule in ("rejection", "block"),
+                cache=self.cache,
+                max_model_len=runtime.max_model_len,
+                vocab_size=runtime.vocab_size,
+                failed=self._drafter_failed,
+            )
+        self.scheduler = Scheduler(
+            config,
+            self.cache,
+            self._forget,
+            self._seat,
+            self.drafting.budget if self.drafting else None,
+        )
         self._inbox: deque[Sequence | str] = deque()
         """New sequences and ids to abort, in order: an abort concerns what came before it."""
+
+    @property
+    def k(self) -> int:
+        """Draft tokens of a sequence and step at most."""
+        return self.drafting.k if self.drafting else 0
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Safe from any thread."""
@@ -96,7 +118,7 @@ class Engine:
         Returns:
             Sequences with new tokens or an end.
         """
-        phase = self.metrics.phase
+        phase, start = self.metrics.phase, self.metrics.now()
         with phase("schedule"):
             news = self.drain()
             items = self.scheduler.schedule()
@@ -131,6 +153,9 @@ class Engine:
                         news.append(item.sequence)
             with phase("observe"):
                 self._observe(items, spans, starts, choice, output.features)
+                if self.drafting:
+                    seconds = self.metrics.now() - start
+                    self.drafting.learn(items, tree, choice.outcomes, len(rows), seconds)
                 self._retire(items)
         except BaseException:  # Ctrl-C too: half-written sequences cannot go on
             self._give_up([item.sequence for item in items], "the step that made it failed")
@@ -155,20 +180,16 @@ class Engine:
                     ended.append(sequence)
         return ended
 
-    def _draft_limit(self, sequence: Sequence) -> Limit:
-        """The tree that may be asked for now; every path of it could still be emitted."""
-        if not sequence.speculate:
-            return Limit(0, 0)
-        room, left = self.runtime.max_model_len - len(sequence.tokens), self._tokens_left(sequence)
+    def _seat(self, sequence: Sequence) -> Seat:
+        """What may be drafted now; every path of it could still be emitted."""
+        length, left = len(sequence.tokens), self._tokens_left(sequence)
         forced = ()
-        if sequence.grammar:
+        if sequence.grammar and sequence.speculate:
+            room = self.runtime.max_model_len - length
             forced = sequence.grammar.forced(limit(MOST_FORCED, MOST_FORCED, room, left).depth)
-        if self.drafter is None:
-            return Limit(0, 0, forced)
-        needs, k = self.drafter.needs, self.k if sequence.k is None else min(self.k, sequence.k)
-        if needs.max_positions is not None:
-            room = min(room, needs.max_positions - len(sequence.tokens))
-        return limit(k, needs.max_nodes, room, left)._replace(forced=forced)
+        if self.drafting is None:
+            return Seat(sequence.slot, length, [Limit(0, 0)], [0], forced)
+        return self.drafting.seat(sequence, left, forced)
 
     def _tokens_left(self, sequence: Sequence) -> int:
         room = self.runtime.max_model_len - len(sequence.tokens)
@@ -177,27 +198,9 @@ class Engine:
         return min(room, sequence.params.max_tokens - sequence.num_output)
 
     def _propose(self, items: list[Item]) -> TokenTree:
-        """Trees for all items. A drafter's mistake costs its drafts, never the text."""
-        plain = roots([item.sequence.tokens[-1] for item in items])
-        if self.drafter is None or not any(item.budget for item in items):
-            return plain
-        ask = Ask(
-            [item.sequence for item in items],
-            [item.budget for item in items],
-            sample=self.rule in ("rejection", "block"),
-            depths=[item.depth for item in items],
-        )
-        try:
-            tree = self.drafter.propose(ask)
-            tree.check(self.runtime.vocab_size)
-            drafted = tree.num_drafted
-            assert [tokens[0] for tokens, _ in tree.lists()] == ask.roots, "node 0 is the root"
-            within = [count <= item.budget for count, item in zip(drafted, items, strict=True)]
-            assert all(within), "more nodes than the budget"
-            return cut(tree, ask.depths)
-        except Exception as error:
-            self._drafter_failed("propose", error)
-            return plain
+        if self.drafting is None:
+            return roots([item.sequence.tokens[-1] for item in items])
+        return self.drafting.propose(items)
 
     def _commit(
         self, item: Item, tree: tuple[list[int], list[int]], i: int, choice: Choice
@@ -257,7 +260,7 @@ class Engine:
     ) -> None:
         """Shows the drafter every row that became final, finished sequences included: their pages
         may serve others."""
-        if self.drafter is None:
+        if self.drafting is None:
             return
         seen = [
             i
@@ -283,20 +286,15 @@ class Engine:
             ],
             None if features is None else features[final],  # [sum T, F]
         )
-        try:
-            self.drafter.observe(commit)
-        except Exception as error:
-            self._drafter_failed("observe", error)
-            for sequence in commit.sequences:  # out of sync for good: go on without drafts
-                sequence.speculate = False
+        self.drafting.observe(commit)
 
     def _retire(self, items: list[Item]) -> None:
         """Shares finished pages, gives scratch back, and lets ended sequences go."""
         for item in items:
             sequence = item.sequence
-            watched = self.drafter is None or self.drafter.needs.kv is None or sequence.speculate
-            if watched and sequence.finish_reason != FinishReason.ERROR:
-                self.cache.publish(sequence)
+            if sequence.finish_reason != FinishReason.ERROR:
+                end = self.drafting.shareable(sequence) if self.drafting else None
+                self.cache.publish(sequence, end)
             if sequence.finished:
                 self.scheduler.remove(sequence)
             else:
@@ -326,8 +324,8 @@ class Engine:
                 self._finish(sequence, FinishReason.ERROR, message)
 
     def _forget(self, slots: list[int]) -> None:
-        if self.drafter is not None:
-            self.drafter.forget(slots)
+        if self.drafting:
+            self.drafting.forget(slots)
 
     def _drafter_failed(self, where: str, error: Exception) -> None:
         self.metrics.drafter_errors += 1

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from foretell.config import EngineConfig
 from foretell.engine.cache import PageCache
 from foretell.sequence import Sequence
-from foretell.spec.budget import FixedBudget, Limit
+from foretell.spec.budget import Controller, FixedBudget
+from foretell.spec.seats import Seat
 
 
 @dataclass
@@ -28,6 +29,8 @@ class Item:
     """Draft nodes at most, the root not counted."""
     depth: int = 0
     """Draft nodes on one path at most."""
+    scheme: int = 0
+    """Which of the engine's schemes drafts."""
     forced: tuple[int, ...] = ()
     """Draft tokens that the answer's grammar forces."""
 
@@ -43,7 +46,8 @@ class Scheduler:
         config: limits.
         cache: pages.
         on_leave: called with the slots of sequences that were preempted.
-        draft_limit: the largest tree that a sequence may use now.
+        seat: the largest trees that a sequence may use now.
+        budget: who decides about their sizes.
     """
 
     def __init__(
@@ -51,13 +55,14 @@ class Scheduler:
         config: EngineConfig,
         cache: PageCache,
         on_leave: Callable[[list[int]], None],
-        draft_limit: Callable[[Sequence], Limit],
+        seat: Callable[[Sequence], Seat],
+        budget: FixedBudget | Controller | None = None,
     ) -> None:
         self.config = config
         self.cache = cache
         self.on_leave = on_leave
-        self.draft_limit = draft_limit
-        self.budget = FixedBudget()
+        self.seat = seat
+        self.budget = budget or FixedBudget()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         """In order of arrival: the last is the youngest."""
@@ -101,19 +106,18 @@ class Scheduler:
             items.append(item)
             spare -= item.num_run
         if items and all(item.num_run == 1 and item.reaches_end for item in items):
-            self._give_budgets(items, rows - len(items))
+            self._give_budgets(items, [self.seat(item.sequence) for item in items])
         return items
 
-    def _give_budgets(self, items: list[Item], spare: int) -> None:
-        limits = [self.draft_limit(item.sequence) for item in items]
-        shares = self.budget.share([limit.rows for limit in limits], spare, False)
-        for item, limit, share in zip(items, limits, shares, strict=True):
+    def _give_budgets(self, items: list[Item], seats: list[Seat]) -> None:
+        grants = self.budget.choose(seats, self.config.max_num_batched_tokens - len(items))
+        for item, seat, grant in zip(items, seats, grants, strict=True):
             # A draft is never worth a preemption: it takes what pages are left.
             taken = len(item.sequence.tokens) + 1
-            nodes = min(share, self.cache.num_cells(item.sequence) - taken)
-            item.budget = min(nodes, limit.nodes)
-            item.depth = min(limit.depth, item.budget)
-            item.forced = limit.forced[:nodes]
+            nodes = min(max(grant.nodes, grant.forced), self.cache.num_cells(item.sequence) - taken)
+            item.budget = min(nodes, grant.nodes)
+            item.depth, item.scheme = min(grant.depth, item.budget), grant.scheme
+            item.forced = seat.forced[: min(nodes, grant.forced)]
             self.cache.reserve(item.sequence, taken + nodes)
 
     def _admit(self, spare: int) -> Item | None:

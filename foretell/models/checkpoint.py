@@ -14,6 +14,11 @@ from torch import Tensor
 _IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
 """Buffers of old checkpoints that follow from the config."""
 
+_SCALE = "_scale_inv"
+"""Behind a matrix's name: what each of its blocks is to be multiplied by."""
+FP8_BLOCK = 128
+"""Rows and columns of a block of 8-bit floats that share a scale."""
+
 
 class Cut(NamedTuple):
     """Part of a tensor: ``start`` to ``stop`` of its dimension ``axis``."""
@@ -114,7 +119,9 @@ class Checkpoint:
 
 
 class Safetensors:
-    """One .safetensors file, or a directory with one or with shards and their index.
+    """One .safetensors file, or a directory with one or with shards and their index. Matrices of
+    8-bit floats with a ``weight_scale_inv`` (DeepSeek-V3, 2412.19437, section 3.3.2) are read as
+    what they stand for.
 
     Raises:
         ValueError: no such files, a file that is cut short, a tensor in two shards, or an index
@@ -124,6 +131,7 @@ class Safetensors:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._files: dict[str, Path] = {}
+        self._scales: dict[str, tuple[int, ...]] = {}
         self._open: tuple[Path, Any] | None = None
         self.shapes: dict[str, tuple[int, ...]] = {}
         index = path / "model.safetensors.index.json"
@@ -147,6 +155,9 @@ class Safetensors:
             self._scan(file)
         if missing := sorted(named - set(self.shapes)):
             raise ValueError(f"{path}: the index names tensor {missing[0]}, which no shard holds")
+        for name in [name for name in self.shapes if name.removesuffix(_SCALE) in self._files]:
+            if name.endswith(_SCALE):  # a part of its matrix
+                self._scales[name.removesuffix(_SCALE)] = self.shapes.pop(name)
 
     def _scan(self, file: Path) -> None:
         handle = self._handle(file)
@@ -169,11 +180,28 @@ class Safetensors:
         return self._open[1]
 
     def read(self, name: str, cut: Cut | None = None) -> Tensor:
+        """
+        Raises:
+            ValueError: scales that do not fit their matrix.
+        """
         handle = self._handle(self._files[name])
-        if cut is None:
-            return handle.get_tensor(name)
-        where = slice(cut.start, cut.stop)
-        return handle.get_slice(name)[where if cut.axis == 0 else (slice(None), where)]
+        if cut is not None and name not in self._scales:
+            where = slice(cut.start, cut.stop)
+            return handle.get_slice(name)[where if cut.axis == 0 else (slice(None), where)]
+        tensor = handle.get_tensor(name)
+        if name not in self._scales:
+            return tensor
+        scale = self._handle(self._files[name + _SCALE]).get_tensor(name + _SCALE).float()
+        blocks = tuple(-(-size // FP8_BLOCK) for size in tensor.shape)
+        if tensor.element_size() != 1 or not tensor.is_floating_point() or scale.shape != blocks:
+            raise ValueError(
+                f"{self.path}: {name} is {tensor.dtype} {list(tensor.shape)} with scales "
+                f"{list(scale.shape)}; scales are for 8-bit floats in blocks of {FP8_BLOCK}"
+            )
+        for axis, size in enumerate(tensor.shape):
+            scale = scale.repeat_interleave(FP8_BLOCK, axis).narrow(axis, 0, size)
+        tensor = tensor.float() * scale
+        return tensor if cut is None else cut.of(tensor)
 
 
 class TorchFile:

@@ -7,16 +7,25 @@ Hugging Face's config.json is read in the old layout (rope_theta, rope_scaling) 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
+
+from foretell.models.checkpoint import FP8_BLOCK
+from foretell.models.deepseek_config import MLA, MoE
+from foretell.spec.drafter import KVGroup
 
 SUPPORTED = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
 )
-_BY_MODEL_TYPE = dict(zip(("llama", "mistral", "qwen2", "qwen3"), SUPPORTED, strict=True))
+_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3")
+_BY_MODEL_TYPE = dict(zip(_MODEL_TYPES, SUPPORTED, strict=True))
 _GGUF = {"llama": SUPPORTED[0], "qwen2": SUPPORTED[2], "qwen3": SUPPORTED[3]}
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
@@ -46,6 +55,9 @@ class ModelConfig:
     """rope_type and its parameters, named as in Hugging Face's configs."""
     windows: tuple[int | None, ...] | None = None
     """Sliding window of each layer; None where a layer sees everything."""
+    mla: MLA | None = None
+    """Latent attention; num_kv_heads and head_dim are then those of its cache."""
+    moe: MoE | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
@@ -87,6 +99,30 @@ class ModelConfig:
         """What tells a target from others for a head that was made for it."""
         return {name: getattr(self, name) for name in ("hidden_size", "num_layers", "vocab_size")}
 
+    @property
+    def dense(self) -> ModelConfig:
+        """The same with ordinary attention of as many heads, and no experts: what heads that are
+        made for any target have."""
+        if self.mla is None:
+            return self
+        width, heads = self.mla.v_dim, self.num_heads
+        return replace(self, num_kv_heads=heads, head_dim=width, mla=None, moe=None)
+
+    @property
+    def rope_dim(self) -> int:
+        """How many of a head's dimensions are rotated."""
+        return self.mla.rope_dim if self.mla else self.head_dim
+
+    def kv_group(self, dtype: torch.dtype) -> KVGroup:
+        """The layers in the page space."""
+        return KVGroup(
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=dtype,
+            values=self.mla is None,
+        )
+
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer in tokens."""
         return self.windows[layer] if self.windows else None
@@ -103,13 +139,13 @@ class ModelConfig:
         qwen, llama = architecture.startswith("Qwen"), architecture == SUPPORTED[0]
         if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
             raise ValueError(f"hidden_act={act!r} is not supported; only silu is")
-        if config.get("quantization_config"):
-            raise ValueError(
-                "this checkpoint holds quantised tensors; use the original one or a GGUF file"
-            )
+        _check_quantization(config)
         # Only Llama and Qwen3 read attention_bias; Qwen2 has biases on q, k, v whatever it says.
         bias = architecture != SUPPORTED[1] and bool(config.get("attention_bias"))
         theta, scaling = _rope(config)
+        mla = MLA.from_hf(config) if architecture.startswith("Deepseek") else None
+        v3 = architecture == SUPPORTED[5]
+        dim = config.get("head_dim") or (128 if architecture == SUPPORTED[3] else hidden // heads)
         return cls(
             architecture=architecture,
             vocab_size=config["vocab_size"],
@@ -117,9 +153,8 @@ class ModelConfig:
             intermediate_size=config["intermediate_size"],
             num_layers=config["num_hidden_layers"],
             num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim")
-            or (128 if architecture == SUPPORTED[3] else hidden // heads),
+            num_kv_heads=1 if mla else config.get("num_key_value_heads") or heads,
+            head_dim=mla.kv_rank + mla.rope_dim if mla else dim,
             max_position_embeddings=config.get("max_position_embeddings", 2048),
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -129,7 +164,9 @@ class ModelConfig:
             qk_norm=architecture == SUPPORTED[3],
             rope_theta=theta,
             rope_scaling=scaling,
-            windows=_windows(config, qwen, llama),
+            windows=None if mla else _windows(config, qwen, llama),
+            mla=mla,
+            moe=MoE.from_hf(config, v3) if mla else None,
             eos_token_ids=_ids(config.get("eos_token_id")),
             bos_token_id=next(iter(_ids(config.get("bos_token_id"))), None),
         )
@@ -210,6 +247,17 @@ def _architecture(config: Mapping[str, Any]) -> str:
             f"architecture {name!r} is not supported; supported are {', '.join(SUPPORTED)}"
         )
     return named[0]
+
+
+def _check_quantization(config: Mapping[str, Any]) -> None:
+    """Of quantised checkpoints those in 8-bit floats with a scale for each block are read."""
+    given = config.get("quantization_config")
+    if not given:
+        return
+    if given.get("quant_method") != "fp8" or given.get("weight_block_size") != [FP8_BLOCK] * 2:
+        raise ValueError(
+            "this checkpoint holds quantised tensors; use the original one or a GGUF file"
+        )
 
 
 def _ids(value: Any) -> tuple[int, ...]:

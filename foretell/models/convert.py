@@ -10,9 +10,18 @@ from torch import Tensor
 from foretell.config import Weights
 from foretell.models.checkpoint import Checkpoint, Source, join
 from foretell.models.config import ModelConfig
-from foretell.models.decoder import Decoder, Layer
-from foretell.models.linear import Embedding, Linear, PackedEmbedding, PackedLinear
-from foretell.models.quant import Packed, pack
+from foretell.models.decoder import Decoder
+from foretell.models.deepseek import assemble_layer, convert_layer
+from foretell.models.layer import Layer
+from foretell.models.linear import (
+    Embedding,
+    Linear,
+    PackedEmbedding,
+    PackedLinear,
+    packed_tensors,
+    stored_linear,
+)
+from foretell.models.mla import LatentLayer
 from foretell.models.rope import Rope
 from foretell.models.sharding import GatheredLinear, Ranks, Shard, SharedEmbedding, SummedLinear
 
@@ -40,11 +49,16 @@ def convert(
     _skip_mtp(checkpoint)
     hidden = config.hidden_size
     for name, tensor in _ends(checkpoint, config):
-        yield from _packed(name, _outer(weights), tensor)
+        yield from packed_tensors(name, _outer(weights), tensor)
         del tensor  # as large as all else
     advance(1)
     for i in range(config.num_layers):
-        yield from _layer(checkpoint, config, weights, i)
+        if config.mla is None:
+            yield from _layer(checkpoint, config, weights, i)
+        else:
+            experts = config.moe is not None and config.moe.has_experts(i)
+            at, prefix = f"layers.{i}", f"model.layers.{i}."
+            yield from convert_layer(checkpoint, config, weights, prefix, at, experts=experts)
         advance(1)
     yield "norm", checkpoint.take("model.norm.weight", hidden).float()
     if "rope_freqs.weight" in checkpoint:
@@ -76,11 +90,12 @@ def assemble(
     """
 
     def linear(name: str, kind: Weights, outputs: int, inputs: int) -> PackedLinear:
-        packed = Packed(tensors[f"{name}.weights"], tensors[f"{name}.scale"])
-        return PackedLinear(kind, packed, (outputs, inputs), tensors.get(f"{name}.bias"))
+        return stored_linear(tensors, name, kind, (outputs, inputs))
 
-    def layer(i: int) -> Layer:
+    def layer(i: int) -> Layer | LatentLayer:
         at = f"layers.{i}"
+        if config.mla is not None:
+            return assemble_layer(config, weights, tensors, at)
         return Layer(
             input_norm=tensors[f"{at}.input_layernorm"],
             **{
@@ -100,6 +115,7 @@ def assemble(
     if parallel is not None:
         shard, ranks = parallel
         for each in layers:
+            assert isinstance(each, Layer)
             each.o, each.down = SummedLinear(each.o, ranks), SummedLinear(each.down, ranks)
         embedding = SharedEmbedding(embedding, shard, ranks)
         lm_head = GatheredLinear(lm_head, shard, ranks)
@@ -112,7 +128,7 @@ def convert_ends(
 ) -> Iterator[tuple[str, Tensor]]:
     """What `convert` yields for `ends`, and nothing else."""
     for name, tensor in _ends(Checkpoint(source), config):
-        yield from _packed(name, _outer(weights), tensor)
+        yield from packed_tensors(name, _outer(weights), tensor)
 
 
 def ends(
@@ -120,11 +136,9 @@ def ends(
 ) -> tuple[PackedEmbedding, PackedLinear]:
     """Embedding and output projection, which may be one matrix."""
     kind, shape = _outer(weights), (config.vocab_size, config.hidden_size)
-    table, output = (
-        PackedLinear(kind, Packed(tensors[f"{name}.weights"], tensors[f"{name}.scale"]), shape)
-        for name in ("embedding", "embedding" if config.tie_embeddings else "lm_head")
-    )
-    return PackedEmbedding(table), table if config.tie_embeddings else output
+    table = stored_linear(tensors, "embedding", kind, shape)
+    tied = config.tie_embeddings
+    return PackedEmbedding(table), table if tied else stored_linear(tensors, "lm_head", kind, shape)
 
 
 def _outer(weights: Weights) -> Weights:
@@ -174,7 +188,7 @@ def _layer(
             f"{prefix}{block}.{part}_proj": size for part, size in zip(parts, outputs, strict=True)
         }
         weight = [checkpoint.take(f"{n}.weight", size, inputs) for n, size in sizes.items()]
-        yield from _packed(f"layers.{i}.{product}", weights, join(weight))
+        yield from packed_tensors(f"layers.{i}.{product}", weights, join(weight))
         if biased.get(product, config.mlp_bias):
             bias = [checkpoint.take(f"{n}.bias", size) for n, size in sizes.items()]
             yield f"layers.{i}.{product}.bias", join(bias).float()
@@ -183,9 +197,3 @@ def _layer(
         norms |= {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
     for name, size in norms.items():
         yield f"layers.{i}.{name}", checkpoint.take(f"{prefix}{name}.weight", size).float()
-
-
-def _packed(name: str, kind: Weights, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    packed = pack(kind, weight)
-    yield f"{name}.weights", packed.weights
-    yield f"{name}.scale", packed.scale

@@ -35,7 +35,10 @@ _START = struct.Struct("<8sQQ32s8x")
 _MARK = b"foretel1"
 _ALIGN = 64
 """Bytes of a cache line and of the widest vector."""
-_MADE_BY = ("checkpoint", "config", "convert", "gguf", "gguf_header", "quant", "sharding")
+_MADE_BY = (
+    *("checkpoint", "config", "convert", "deepseek", "deepseek_config", "gguf", "gguf_header"),
+    *("quant", "sharding"),
+)
 """Modules that decide what a converted tensor is."""
 _ABANDONED = 3600
 """Seconds after which an unfinished file is a killed process's."""

@@ -1,4 +1,4 @@
-"""The forward pass of Llama, Mistral, Qwen2 and Qwen3: one decoder, differing in its config.
+"""The forward pass of every architecture: one decoder, differing in its config and its layers.
 
 Holds no state of any request: keys and values live in the caches that are passed in.
 """
@@ -6,32 +6,18 @@ Holds no state of any request: keys and values live in the caches that are passe
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from foretell.attention.base import Attention, Layout
-from foretell.attention.rows import add_rms_norm, rms_norm, rope_and_write, silu_mul
+from foretell.attention.rows import add_rms_norm, rms_norm
 from foretell.models.config import ModelConfig
+from foretell.models.layer import Layer
 from foretell.models.linear import Embedding, Linear
+from foretell.models.mla import LatentLayer
 from foretell.models.rope import Rope
 from foretell.models.whole_pass import can_run, whole_pass
-
-
-@dataclass(slots=True)
-class Layer:
-    """Weights of one layer."""
-
-    input_norm: Tensor  # [H]
-    qkv: Linear  # H -> (heads + 2 * kv_heads) * D
-    o: Linear  # heads * D -> H
-    post_norm: Tensor  # [H]
-    gate_up: Linear  # H -> 2 * I
-    down: Linear  # I -> H
-    q_norm: Tensor | None = None  # [D]
-    k_norm: Tensor | None = None  # [D]
-    window: int | None = None
 
 
 class Decoder:
@@ -39,7 +25,7 @@ class Decoder:
 
     Args:
         config: sizes and variants.
-        layers: one `Layer` each.
+        layers: one for each of config.num_layers, all of one class.
         norm: [H] float32, the final norm's weight.
     """
 
@@ -47,7 +33,7 @@ class Decoder:
         self,
         config: ModelConfig,
         embedding: Embedding,
-        layers: list[Layer],
+        layers: SequenceOf[Layer | LatentLayer],
         norm: Tensor,
         lm_head: Linear,
         rope: Rope,
@@ -59,7 +45,7 @@ class Decoder:
         self.norm = norm
         self.lm_head = lm_head
         self.rope = rope
-        self.whole_pass = whole_pass(self, norm)
+        self.whole_pass = None if config.mla else whole_pass(self, norm)
 
     @torch.inference_mode()
     def forward(
@@ -81,28 +67,19 @@ class Decoder:
             Hidden states [R, H] float32 after the final norm, and the tapped ones side by side
             [R, len(taps) * H] float32 or None.
         """
-        config, layers = self.config, self.layers
-        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        eps, scale, rows = config.rms_norm_eps, config.head_dim**-0.5, len(tokens)
+        config, layers, eps = self.config, self.layers, self.config.rms_norm_eps
         self.rope.cover(layout.positions)
-        cos, sin = self.rope.cos, self.rope.sin
         x = self.embedding(tokens)  # [R, H]
+        assert layers[0].input_norm is not None
         hidden = rms_norm(x, layers[0].input_norm, eps)
         tapped: dict[int, Tensor] = {}
         for i, layer in enumerate(layers):
-            qkv = layer.qkv(hidden)  # [R, (heads + 2 * kv_heads) * D]
-            k_cache, v_cache = kv[i]
-            rope_and_write(
-                qkv, cos, sin, layout.positions, heads=heads, kv_heads=kv_heads,
-                q_norm=layer.q_norm, k_norm=layer.k_norm, eps=eps,
-                k_cache=k_cache, v_cache=v_cache, cells=layout.cells,
-            )  # fmt: skip
-            q = qkv.view(rows, -1, dim)[:, :heads]
-            seen = attention.run(q, k_cache, v_cache, scale=scale, window=layer.window)
+            seen = layer.attend(hidden, config, self.rope, attention, layout, kv[i])
             # Each norm also adds to x, in place, what the block before it put out.
-            hidden = add_rms_norm(layer.o(seen.view(rows, -1)), x, layer.post_norm, eps)
-            out = layer.down(silu_mul(layer.gate_up(hidden)))
+            hidden = add_rms_norm(seen, x, layer.post_norm, eps)
+            out = layer.feed(hidden)
             following = layers[i + 1].input_norm if i + 1 < len(layers) else self.norm
+            assert following is not None
             hidden = add_rms_norm(out, x, following, eps)
             if i in taps:
                 tapped[i] = x.clone()

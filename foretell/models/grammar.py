@@ -20,6 +20,10 @@ from foretell.models.tokenizer import Tokenizer
 _JSON: Any = {"whitespace_pattern": r"[ \n]{1,16}"}
 
 
+MOST_TEXT = 2**17
+"""Characters of a grammar: reading one of a hundred thousand alternatives takes half a minute."""
+
+
 class Grammars:
     """Makes grammars for one model.
 
@@ -49,6 +53,8 @@ class Grammars:
         Raises:
             ValueError: it cannot be read.
         """
+        if len(text) > MOST_TEXT:
+            raise ValueError(f"grammar: {len(text)} characters, at most {MOST_TEXT} are read")
         try:
             if text.lstrip().startswith("{"):
                 source = self._matcher.grammar_from_json_schema(text, defaults=_JSON)
@@ -56,10 +62,19 @@ class Grammars:
                 source = self._matcher.grammar_from_lark(text)
             matcher = self._matcher(self._tokenizer, source, log_level=0)
         except ValueError as error:
-            raise ValueError(f"grammar: {' '.join(str(error).split())}") from None
-        if problem := matcher.get_error():
-            raise ValueError(f"grammar: {' '.join(problem.split())}")
-        return Grammar(matcher, self.vocab_size, self.end_ids)
+            raise ValueError(f"grammar: {_short(str(error))}") from None
+        grammar = Grammar(matcher, self.vocab_size, self.end_ids)
+        begins = grammar.mask([])
+        if begins is None or not begins.any():
+            raise ValueError(f"grammar: {grammar.problem or 'no answer obeys it'}")
+        return grammar
+
+
+def _short(message: str) -> str:
+    """An error of the library's without the state that it dumps."""
+    for dump in ("\n<state>", "<backtrace>"):
+        message = message.partition(dump)[0]
+    return " ".join(message.split())
 
 
 class Grammar:
@@ -112,7 +127,7 @@ class Grammar:
     @property
     def problem(self) -> str | None:
         """Why the parser gave up (a grammar may need too much work), None while it goes on."""
-        return self._matcher.get_error() if self._matcher.is_error() else None
+        return _short(self._matcher.get_error()) if self._matcher.is_error() else None
 
     def _lead(self, path: SequenceOf[int]) -> bool:
         """Puts the parser behind ``path``; False where it does not go there."""

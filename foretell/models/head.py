@@ -25,25 +25,13 @@ import torch
 from torch import Tensor
 
 from foretell.attention.base import Attention, Layout
-from foretell.attention.rows import add_rms_norm, rms_norm, rope_and_write, silu_mul
+from foretell.attention.rows import add_rms_norm, rms_norm
 from foretell.models.config import ModelConfig
+from foretell.models.layer import Layer
 from foretell.models.linear import Embedding, Linear
+from foretell.models.mla import LatentLayer
 from foretell.models.rope import Rope
 from foretell.models.whole_pass import WholePass, can_run, whole_pass
-
-
-@dataclass(slots=True, kw_only=True)
-class HeadLayer:
-    """Weights of one layer. ``inputs`` is H, or 2 H where it reads embedding and feature."""
-
-    input_norm: Tensor | None  # [H]
-    qkv: Linear  # inputs -> (heads + 2 * kv_heads) * D
-    o: Linear  # heads * D -> H
-    post_norm: Tensor  # [H]
-    gate_up: Linear  # H -> 2 * I
-    down: Linear  # I -> H
-    q_norm: Tensor | None = None  # [D]
-    k_norm: Tensor | None = None  # [D]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,7 +69,7 @@ class Head:
 
     config: ModelConfig
     embedding: Embedding
-    layers: list[HeadLayer]
+    layers: list[Layer] | list[LatentLayer]
     lm_head: Linear
     rope: Rope
     mix: Linear | None
@@ -94,7 +82,8 @@ class Head:
     whole_pass: WholePass | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.whole_pass = whole_pass(self, self.norm_out, self)
+        compiled = None if self.config.mla else whole_pass(self, self.norm_out, self)
+        self.whole_pass = compiled
 
     @torch.inference_mode()
     def feature(self, tapped: Tensor) -> Tensor:
@@ -142,26 +131,17 @@ class Head:
         Returns:
             Logits [O, Vd] float32 and the features [O, H] of the pairs that follow.
         """
-        config, rows = self.config, len(tokens)
-        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        eps, scale = config.rms_norm_eps, dim**-0.5
+        config, eps = self.config, self.config.rms_norm_eps
         self.rope.cover(layout.positions)
         hidden, x = self._start(self.embedding(tokens), features)
         out: Tensor | None = None
-        for layer, (k_cache, v_cache) in zip(self.layers, kv, strict=True):
+        for layer, caches in zip(self.layers, kv, strict=True):
             if out is not None:
                 assert layer.input_norm is not None
                 hidden = add_rms_norm(out, x, layer.input_norm, eps)
-            qkv = layer.qkv(hidden)  # [R, (heads + 2 * kv_heads) * D]
-            rope_and_write(
-                qkv, self.rope.cos, self.rope.sin, layout.positions, heads=heads,
-                kv_heads=kv_heads, q_norm=layer.q_norm, k_norm=layer.k_norm, eps=eps,
-                k_cache=k_cache, v_cache=v_cache, cells=layout.cells,
-            )  # fmt: skip
-            q = qkv.view(rows, -1, dim)[:, :heads]
-            seen = attention.run(q, k_cache, v_cache, scale=scale)
-            hidden = add_rms_norm(layer.o(seen.view(rows, -1)), x, layer.post_norm, eps)
-            out = layer.down(silu_mul(layer.gate_up(hidden)))
+            seen = layer.attend(hidden, config, self.rope, attention, layout, caches)
+            hidden = add_rms_norm(seen, x, layer.post_norm, eps)
+            out = layer.feed(hidden)
         assert out is not None
         x = (x + out)[outputs.long()]  # [O, H]
         normed = x if self.norm_out is None else rms_norm(x, self.norm_out, eps)

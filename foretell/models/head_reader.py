@@ -15,7 +15,7 @@ from torch import Tensor
 from foretell.config import Weights
 from foretell.models.checkpoint import Checkpoint, Safetensors, Source, TorchFile, join, read_json
 from foretell.models.config import ModelConfig
-from foretell.models.head import HeadLayer
+from foretell.models.layer import Layer
 from foretell.models.linear import Linear, make_linear
 from foretell.models.loader import LoadedModel
 
@@ -63,7 +63,7 @@ class Reader:
 
     def layer(
         self, prefix: str, config: ModelConfig, *, wide: bool = False, norm: bool = True
-    ) -> HeadLayer:
+    ) -> Layer:
         """A decoder layer. Biases and q/k norms are there where their tensors are, or where the
         config insists.
 
@@ -85,7 +85,7 @@ class Reader:
             there = config.qk_norm or f"{full}.weight" in have
             return self.norm(full, dim) if there else None
 
-        return HeadLayer(
+        return Layer(
             input_norm=self.norm(f"{prefix}input_layernorm", hidden) if norm else None,
             qkv=block(
                 "self_attn",

@@ -8,6 +8,7 @@ number of rows do. The tests in tests/models hold every format to it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from functools import cache, cached_property
 from types import ModuleType
 from typing import Protocol
@@ -137,3 +138,18 @@ def make_linear(weights: Weights, weight: Tensor, bias: Tensor | None = None) ->
     """Puts weight [N, K] (any float dtype) into a format; bias [N] stays float32."""
     shape = (weight.shape[0], weight.shape[1])
     return PackedLinear(weights, pack(weights, weight), shape, bias)
+
+
+def packed_tensors(name: str, kind: Weights, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Weight [N, K] in a format, by the names that `stored_linear` asks for."""
+    packed = pack(kind, weight)
+    yield f"{name}.weights", packed.weights
+    yield f"{name}.scale", packed.scale
+
+
+def stored_linear(
+    tensors: Mapping[str, Tensor], name: str, kind: Weights, shape: tuple[int, int]
+) -> PackedLinear:
+    """The product of what `packed_tensors` made, and of ``NAME.bias`` where there is one."""
+    packed = Packed(tensors[f"{name}.weights"], tensors[f"{name}.scale"])
+    return PackedLinear(kind, packed, shape, tensors.get(f"{name}.bias"))

@@ -1,4 +1,7 @@
-"""MTP modules as they lie in checkpoints: DeepSeek-V3's layout, Qwen3-Next's and MiMo's."""
+"""MTP modules as they lie in checkpoints: DeepSeek-V3's layout, Qwen3-Next's and MiMo's.
+
+In DeepSeek's own the layer has latent attention and, mostly, experts, as the target has.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,14 @@ import torch
 from foretell.config import Weights
 from foretell.models.checkpoint import Checkpoint, Part, Source
 from foretell.models.config import ModelConfig
+from foretell.models.deepseek import assemble_layer, convert_layer
 from foretell.models.head import Head
 from foretell.models.head_formats import LoadedHead, own_ids
 from foretell.models.head_reader import Reader, open_tensors, shared
+from foretell.models.layer import Layer
 from foretell.models.linear import make_linear
 from foretell.models.loader import LoadedModel
+from foretell.models.mla import LatentLayer
 from foretell.models.rope import Rope
 from foretell.spec.draft_vocab import DraftVocab
 
@@ -29,7 +35,7 @@ def load_mtp(
     recycle_normed: bool = True,
 ) -> LoadedHead:
     """The first MTP module of a checkpoint, beside whatever else it holds: DeepSeek-V3's layout
-    over a dense layer, Qwen3-Next's (``mtp.``) and MiMo's (``model.mtp_layers.``).
+    over a layer of the target's kind, Qwen3-Next's (``mtp.``) and MiMo's (``model.mtp_layers.``).
 
     Raises:
         ValueError: there is none, a tensor of it is missing, left over or of another shape, or its
@@ -42,8 +48,7 @@ def load_mtp(
     names, config = reader.checkpoint, replace(target.config, num_layers=1, windows=None)
     block = f"{prefix}layers.0." if qwen else prefix
     _check_layer(names, block, config)
-    inner = names.shape(f"{block}mlp.gate_proj.weight")[0]  # dense layers may differ in it
-    config = replace(config, intermediate_size=inner, attention_bias=False, qk_norm=False)
+    layers, config = _layers(reader, block, config)
     hidden, vocab = config.hidden_size, config.vocab_size
     embed, feature, mix, out = {
         "deepseek": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
@@ -61,7 +66,7 @@ def load_mtp(
     head = Head(
         config=config,
         embedding=target.ends[0],
-        layers=[reader.layer(block, config)],
+        layers=layers,
         lm_head=shared(target, ids),
         rope=Rope(config),
         mix=make_linear(weights, weight),
@@ -74,21 +79,41 @@ def load_mtp(
     return LoadedHead(head, (-1,), DraftVocab(vocab, ids), target.kv_dtype)
 
 
+def _layers(
+    reader: Reader, block: str, config: ModelConfig
+) -> tuple[list[Layer] | list[LatentLayer], ModelConfig]:
+    """The module's one layer, and the config with its sizes."""
+    names = reader.checkpoint
+    experts = f"{block}mlp.gate.weight" in names
+    if not experts:  # dense layers may differ in it
+        inner = names.shape(f"{block}mlp.gate_proj.weight")[0]
+        config = replace(config, intermediate_size=inner)
+    if f"{block}self_attn.kv_a_proj_with_mqa.weight" not in names:
+        config = replace(config.dense, attention_bias=False, qk_norm=False)
+        return [reader.layer(block, config)], config
+    parts = convert_layer(names, config, reader.weights, block, "layer", experts=experts)
+    return [assemble_layer(config, reader.weights, dict(parts), "layer")], config
+
+
 def _check_layer(names: Checkpoint, block: str, config: ModelConfig) -> None:
-    """Refuses layers that are not dense ones with ordinary attention, by what they are."""
+    """Refuses layers that are not of the target's kind, nor ordinary, by what they are."""
     q = f"{block}self_attn.q_proj.weight"
-    kinds = {
-        "multi-head latent attention": f"{block}self_attn.kv_a_proj_with_mqa.weight",
-        "a mixture of experts": f"{block}mlp.gate.weight",
-        "8-bit floats with scales": f"{block}mlp.gate_proj.weight_scale_inv",
-    }
+    kinds: dict[str, str] = {}
+    if config.mla is None:
+        kinds["multi-head latent attention"] = f"{block}self_attn.kv_a_proj_with_mqa.weight"
+    if config.moe is None:
+        kinds["a mixture of experts"] = f"{block}mlp.gate.weight"
     found = [f"{kind} ({name})" for kind, name in kinds.items() if name in names]
-    if q in names and names.shape(q)[0] == 2 * config.num_heads * config.head_dim:
+    if (
+        config.mla is None
+        and q in names
+        and names.shape(q)[0] == 2 * config.num_heads * config.head_dim
+    ):
         found.append(f"gated attention ({q} has a gate beside each head)")
     if found:
         raise ValueError(
             f"{names.path}: this MTP module has {' and '.join(found)}; supported is a dense layer "
-            "with ordinary attention"
+            "with ordinary attention, or one of the target's own kind"
         )
 
 

@@ -26,7 +26,7 @@ def frequencies(config: ModelConfig, max_model_len: int | None = None) -> tuple[
     Follows bloc97 (dynamic NTK), kaiokendev (linear), Peng et al. 2023 (YaRN, section 3.2 and 3.4)
     and Llama 3.1 (wavelengths beyond the original context divided by the factor, a ramp between).
     """
-    scaling, dim, base = config.rope_scaling, config.head_dim, config.rope_theta
+    scaling, dim, base = config.rope_scaling, config.rope_dim, config.rope_theta
     kind = scaling["rope_type"]
     factor = float(scaling.get("factor") or 1.0)
     if kind == "dynamic":
@@ -56,7 +56,7 @@ def _llama3(inverse: Tensor, factor: float, scaling: dict[str, float]) -> Tensor
 
 
 def _yarn(inverse: Tensor, factor: float, config: ModelConfig) -> Tensor:
-    scaling, dim = config.rope_scaling, config.head_dim
+    scaling, dim = config.rope_scaling, config.rope_dim
     context = scaling["original_max_position_embeddings"]
 
     def dimension(turns: float) -> float:
@@ -75,12 +75,21 @@ def _yarn(inverse: Tensor, factor: float, config: ModelConfig) -> Tensor:
 def _yarn_attention(factor: float, scaling: dict[str, float]) -> float:
     if (given := scaling.get("attention_factor")) is not None:
         return float(given)
-
-    def mscale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
     over, under = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    return mscale(over) / mscale(under) if over and under else mscale(1.0)
+    return _mscale(factor, over) / _mscale(factor, under) if over and under else _mscale(factor)
+
+
+def _mscale(factor: float, weight: float = 1.0) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def latent_scale(config: ModelConfig) -> float:
+    """What multiplies the scores of latent attention: DeepSeek has YaRN's factor (mscale_all_dim)
+    here, squared, as it is for the unrotated dimensions too."""
+    assert config.mla is not None
+    factor, weight = config.rope_scaling.get("factor"), config.rope_scaling.get("mscale_all_dim")
+    stretched = _mscale(factor, weight) if factor and weight else 1.0
+    return (config.mla.nope_dim + config.mla.rope_dim) ** -0.5 * stretched**2
 
 
 class Rope:

@@ -51,6 +51,11 @@ class Shard:
 
     def __post_init__(self) -> None:
         whole, world = self.whole, self.world
+        if whole.mla is not None:
+            raise ValueError(
+                f"tensor_parallel={world}: {whole.architecture} (latent attention) runs on one "
+                "rank only"
+            )
         for name in ("num_heads", "intermediate_size"):
             if (size := getattr(whole, name)) % world:
                 raise ValueError(

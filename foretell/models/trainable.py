@@ -188,7 +188,8 @@ class TrainableHead(nn.Module):
         self.target = target.config.sizes
         hidden, width = config.hidden_size, target.config.hidden_size
         embed, feature, attention, out = norms
-        self.fuse = nn.Linear(len(taps) * width, hidden, bias=False) if not mix else None
+        fused = not mix and taps != (-1,)
+        self.fuse = nn.Linear(len(taps) * width, hidden, bias=False) if fused else None
         self.part_norms = nn.ModuleList(
             [rms_norm(config, width) for _ in taps] if part_norms else []
         )

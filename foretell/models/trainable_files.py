@@ -13,6 +13,7 @@ from foretell.models.config import ModelConfig
 from foretell.models.frozen import FrozenTarget
 from foretell.models.head import Head
 from foretell.models.head_formats import load_eagle, load_eagle3
+from foretell.models.layer import Layer
 from foretell.models.linear import PackedLinear
 from foretell.models.loader import LoadedModel
 from foretell.models.medusa_formats import load_medusa
@@ -71,7 +72,7 @@ def new_head(
         return TrainableMedusa(target, num_heads, num_layers, draft_ids)
     if method not in METHODS:
         raise ValueError(f"method {method!r} is not trained: choose one of {', '.join(METHODS)}")
-    config = replace(target.config, num_layers=num_layers, windows=None)
+    config = replace(target.config.dense, num_layers=num_layers, windows=None)
     if method == "mtp" and num_layers > 1:
         raise ValueError("an MTP module has one layer: leave layers out")
     eagle3, depth = method == "eagle3", target.config.num_layers
@@ -153,6 +154,8 @@ def _trainable(
     method: str, head: Head, taps: tuple[int, ...], ids: Tensor | None, target: FrozenTarget
 ) -> TrainableHead:
     first = head.layers[0]
+    if not isinstance(first, Layer):
+        raise ValueError("an MTP module with latent attention is not trained: begin a new head")
     config: ModelConfig = head.config
     out = TrainableHead(
         method,
@@ -190,6 +193,7 @@ def _trainable(
             _fill(head.lm_head, out.lm_head)
         for layer, block in zip(head.layers, out.layers, strict=True):
             assert isinstance(block, Block)
+            assert isinstance(layer, Layer)
             _fill(layer.qkv, block.q, block.k, block.v)
             _fill(layer.o, block.o)
             _fill(layer.gate_up, block.gate, block.up)
@@ -296,7 +300,7 @@ def head_config(head: TrainableHead) -> dict[str, Any]:
         return config | {
             "eagle_config": {
                 "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in head.taps],
-                "use_aux_hidden_state": True,
+                "use_aux_hidden_state": head.fuse is not None,
             },
             "norm_before_residual": head.residual_normed,
             "norm_output": head.recycle_normed,

@@ -16,7 +16,7 @@ from foretell.spec.drafter import KVGroup
 def page_bytes(groups: SequenceOf[KVGroup], page_size: int) -> int:
     """Bytes of one page: the sum over groups, K and V."""
     return sum(
-        2 * g.num_layers * g.num_kv_heads * g.head_dim * g.dtype.itemsize * page_size
+        (1 + g.values) * g.num_layers * g.num_kv_heads * g.head_dim * g.dtype.itemsize * page_size
         for g in groups
     )
 
@@ -84,10 +84,9 @@ class KVPool:
         self.layers: dict[str, list[tuple[Tensor, Tensor]]] = {}
         for name, group in groups.items():
             shape = (num_pages, group.num_kv_heads, page_size, group.head_dim)
-            self.layers[name] = [
-                (_zeros(shape, group.dtype, device), _zeros(shape, group.dtype, device))
-                for _ in range(group.num_layers)
-            ]  # pairs of [pages, Hkv, S, D]
+            keys = [_zeros(shape, group.dtype, device) for _ in range(group.num_layers)]
+            values = [_zeros(shape, group.dtype, device) for _ in keys] if group.values else keys
+            self.layers[name] = list(zip(keys, values, strict=True))  # pairs of [pages, Hkv, S, D]
 
     def move(self, group: str, source: list[int], target: list[int]) -> None:
         """Copies physical cells onto others in every layer of a group, all reads before writes."""
@@ -96,7 +95,7 @@ class KVPool:
         s = torch.tensor(source, dtype=torch.int64, device=device)
         t = torch.tensor(target, dtype=torch.int64, device=device)
         for k, v in self.layers[group]:
-            for cache in (k, v):
+            for cache in (k,) if v is k else (k, v):
                 cache[t // size, :, t % size] = cache[s // size, :, s % size]  # [M, Hkv, D]
 
 

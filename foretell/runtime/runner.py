@@ -64,13 +64,7 @@ class Runtime:
     @property
     def target_group(self) -> KVGroup:
         """The target's layers in the page space."""
-        config = self.target.model.config  # of this rank's part
-        return KVGroup(
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=self.target.kv_dtype,
-        )
+        return self.target.model.config.kv_group(self.target.kv_dtype)  # of this rank's part
 
     def allocate(self, num_pages: int, draft: KVGroup | None) -> None:
         """Takes the memory for KV."""

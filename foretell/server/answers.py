@@ -20,6 +20,8 @@ from foretell.server.reply import DONE, Logprobs, Report, Shape, event, usage
 from foretell.server.tools import Calls
 
 log = logging.getLogger("foretell.server")
+PATIENCE = 1.0
+"""Seconds to tell a client that its time is up."""
 
 
 class Answering:
@@ -129,7 +131,9 @@ class EventStream(Response):
         sending = asyncio.ensure_future(self._send(send))
         gone = asyncio.ensure_future(_gone(receive))
         try:
-            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
+            # A client that reads nothing keeps its place no longer than others may.
+            limit = self.answering.flight.timeout + PATIENCE
+            await asyncio.wait({sending, gone}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
                 sending.result()
         finally:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
@@ -25,6 +25,7 @@ from foretell.server.bridge import Bridge
 from foretell.server.errors import (
     ApiError,
     bad_request,
+    check_text,
     of_http,
     of_invalid_body,
     of_value_error,
@@ -229,6 +230,7 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         responses=schema.ERRORS,
+        dependencies=[Depends(check_text)],
     )
     app.state.service = service
     _add_errors(app)

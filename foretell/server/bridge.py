@@ -21,6 +21,8 @@ from foretell.sequence import Sequence
 from foretell.server.errors import ApiError
 
 log = logging.getLogger("foretell.server")
+LONGEST_STEP = 10.0
+"""Seconds that the end waits for the step in progress."""
 
 
 class Flight:
@@ -32,6 +34,7 @@ class Flight:
         self.results: list[Result | None] = [None] * len(sequences)
         self.news: asyncio.Queue[list[tuple[int, Delta]] | ApiError] = asyncio.Queue()
         self.closed = False
+        self.timeout = timeout
         self._alarm = asyncio.get_running_loop().call_later(timeout, self._late)
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
@@ -47,6 +50,9 @@ class Flight:
             for index, delta in news:
                 if delta.result is not None:
                     self.results[index] = delta.result
+                    grammar = self.followers[index].sequence.grammar
+                    if grammar and grammar.problem:
+                        raise ApiError(400, f"grammar: {grammar.problem}", param="grammar")
                     if delta.result.error:
                         raise ApiError(500, delta.result.error, code="answer_failed")
                 yield index, delta
@@ -75,6 +81,7 @@ class Bridge:
         self.llm, self.engine = llm, llm.engine
         self.most = llm.config.max_num_seqs + max_queue
         self.num_open = 0
+        self._open: set[Flight] = set()
         self.typical_seconds = 1.0  # of an answer, averaged over the last ones
         self.stopped: str | None = None
         """Why no request is taken, None while they are."""
@@ -97,7 +104,14 @@ class Bridge:
         self.stopped = self.stopped or "the server is shutting down"
         self._end = True
         self._wake.set()
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, LONGEST_STEP)
+
+    def dismiss(self) -> None:
+        """Time is up for all that is in flight."""
+        self.stopped = self.stopped or "the server is shutting down"
+        for flight in self._open:
+            error = ApiError(503, self.stopped, code="unavailable", retry_after=5)
+            flight.news.put_nowait(error)
 
     def submit(self, sequences: list[Sequence], timeout: float) -> Flight:
         """Queues the answers of one request; ids must not be in flight already.
@@ -121,6 +135,7 @@ class Bridge:
             )
         flight = Flight(self, sequences, timeout)
         self.num_open += len(sequences)
+        self._open.add(flight)
         self._arrivals.append(flight)  # before its sequences: no step goes by unfollowed
         for sequence in sequences:
             self.engine.add(sequence)
@@ -129,6 +144,7 @@ class Bridge:
 
     def leave(self, flight: Flight) -> None:
         self.num_open -= len(flight.followers)
+        self._open.discard(flight)
         left = [f.sequence for f in flight.followers if not f.ended]
         for name in {sequence.request_id for sequence in left}:
             self.engine.abort(name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+_HALF = re.compile(rb"\\ud[89a-f][0-9a-f]{2}|\xed[\xa0-\xbf]", re.IGNORECASE)
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -100,6 +103,16 @@ def of_invalid_body(error: RequestValidationError) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 
 
+async def check_text(request: Request) -> None:
+    """Refuses bodies with half a surrogate pair in them: JSON can say it, and no text can."""
+    if _HALF.search(await request.body()):
+        try:
+            json.dumps(await request.json(), ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            message = "the body is no text: half of a surrogate pair is in it"
+            raise ApiError(400, message, code="invalid_json") from None
+
+
 def of_http(error: HTTPException, request: Request) -> ApiError:
     """What the router says: no such path, no such method."""
     if error.status_code == 404:
@@ -107,4 +120,7 @@ def of_http(error: HTTPException, request: Request) -> ApiError:
     if error.status_code == 405:
         message = f"{request.url.path} does not take {request.method}"
         return ApiError(405, message, code="method_not_allowed", headers=error.headers)
+    if error.status_code == 400:  # neither our own errors nor those of JSON's grammar
+        message = "the body cannot be read: too deep, or a number of thousands of digits"
+        return ApiError(400, message, code="invalid_json")
     return ApiError(error.status_code, str(error.detail))

@@ -105,7 +105,8 @@ class Guard:
                 message = "send the server's key as Authorization: Bearer KEY"
                 return ApiError(401, message, code="invalid_api_key")
         named = headers.get(b"host", b"").decode("latin-1")
-        if self.only_local and not _is_local(re.sub(r":\d*$", "", named)):
+        # No browser leaves the name out.
+        if self.only_local and named and not _is_local(re.sub(r":\d*$", "", named)):
             message = f"this server answers to localhost only, not to {named!r}; with --api-key it "
             return ApiError(403, message + "answers to every name", code="unknown_host")
         length = headers.get(b"content-length", b"0")

@@ -108,7 +108,8 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
     arguments = call.function.arguments
     try:
         read = json.loads(arguments)
-    except ValueError:
+        json.dumps(read, ensure_ascii=False).encode()  # half a surrogate pair is no text
+    except (ValueError, RecursionError):
         raise bad_request("tool_calls: arguments must be JSON", "messages") from None
     return {
         "id": call.id,

@@ -7,6 +7,7 @@ field that asks for nothing (``"store": false``), that value is let through.
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -87,7 +88,7 @@ class Asked(Strict):
     @classmethod
     def _ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
         for token, bias in (value or {}).items():
-            if not token.isascii() or not token.isdigit() or not -100 <= bias <= 100:
+            if not re.fullmatch(r"[0-9]{1,18}", token) or not -100 <= bias <= 100:
                 raise bad_request(
                     f"logit_bias: {token!r}: {bias}: must be numbers from -100 to 100 by token id",
                     "logit_bias",

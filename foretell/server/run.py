@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import resource
 import socket
 import sys
 
 import uvicorn
+from fastapi import FastAPI
 
 from foretell.config import ServerConfig
 from foretell.llm import LLM
@@ -21,22 +24,36 @@ def serve(llm: LLM, config: ServerConfig) -> None:
         ValueError: the address cannot be listened on.
     """
     app = create_app(llm, config)
+    # A file for each connection: as many as the system lets this process have.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with listen(config.host, config.port) as listening:
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         print(f"foretell: {app.state.service.name} at http://{shown}:{port}", file=sys.stderr)
         log_as_json()
-        uvicorn.Server(uvicorn_config(app, config)).run(sockets=[listening])
+        Server(app, config).run(sockets=[listening])
 
 
-def uvicorn_config(app: object, config: ServerConfig) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,  # type: ignore[arg-type]
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=max(1, round(config.drain_timeout)),
-    )
+class Server(uvicorn.Server):
+    """Told to stop, it takes nothing new; what is not done in time is told so."""
+
+    def __init__(self, app: FastAPI, config: ServerConfig) -> None:
+        self.app, self.drain_timeout = app, config.drain_timeout
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=round(config.drain_timeout) + 2,
+            )
+        )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        bridge = self.app.state.service.bridge
+        asyncio.get_running_loop().call_later(self.drain_timeout, bridge.dismiss)
+        await super().shutdown(sockets)
 
 
 def listen(host: str, port: int) -> socket.socket:

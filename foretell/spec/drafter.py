@@ -25,12 +25,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class KVGroup:
-    """A drafter's own layers in the shared page space."""
+    """A model's layers in the shared page space."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    values: bool = True
+    """False where the keys are the values too, and kept once (latent attention)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,8 @@ class Needs:
     """Most draft tokens a sequence and step, the root not counted."""
     nodes: int | None = None
     """Draft tokens for each step, where the scheme's own options decide about that; else k."""
+    depth: int | None = None
+    """Longest path of its trees; None where that is as long as they have nodes (a chain)."""
     prediction: bool = False
     """Does it draft from `Sequence.prediction`?"""
     max_positions: int | None = None
@@ -212,7 +216,8 @@ class Drafter:
         self.runtime = runtime
 
     def observe(self, commit: Commit) -> None:
-        """Takes in every row that became final: after each target pass, at budget 0 too."""
+        """Takes in every row that became final, each once and in order: after the target's pass, or
+        later with others, but always before drafts are wanted for its sequence."""
 
     def propose(self, ask: Ask) -> TokenTree:
         """Guesses how each sequence goes on. The only mandatory method.

@@ -27,7 +27,7 @@ def read_options(options: type[T], given: dict[str, str], method: str) -> T:
             own = ", ".join(legal) or "none of its own"
             raise ValueError(
                 f"{method} has no option {name!r}: its options are {own}, "
-                "besides k, verification and threshold"
+                "besides k, verification, threshold and adaptive"
             )
         values[name] = _read(types[name], text, f"{method} option {name}={text!r}")
     try:

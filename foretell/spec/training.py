@@ -6,7 +6,7 @@ own rule over it and says how far off it was. Nothing here knows of files, optim
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -32,6 +32,10 @@ class TrainingBatch:
     def num_wanted(self) -> Tensor:
         """Scalar int64: what sums over this batch are to be divided by."""
         return self.wanted.sum()
+
+    def with_prompts(self) -> TrainingBatch:
+        """All tokens wanted: the target's law over a prompt is as good a lesson, and is there."""
+        return replace(self, wanted=self.documents >= 0)
 
     def to(self, device: torch.device) -> TrainingBatch:
         moved = {n: None if t is None else t.to(device) for n, t in vars(self).items()}

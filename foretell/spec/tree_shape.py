@@ -83,6 +83,11 @@ class TreeShape(Protocol):
         ...
 
     @property
+    def depth(self) -> int:
+        """Nodes on the longest path, the root not counted."""
+        ...
+
+    @property
     def trust(self) -> float:
         """What the scores of tokens are multiplied by before they become probabilities by which
         nodes are chosen."""
@@ -133,6 +138,7 @@ class FixedShape:
         self.paths: list[TreePath] = sorted(known, key=lambda path: (-_guess(path), path))
         """The likeliest first: any beginning of the list is a tree."""
         self.num_nodes = len(known)
+        self.depth = max(len(path) for path in known)
 
     def plan(self, budget: int, depth: int) -> Plan:
         within = [path for path in self.paths if len(path) <= depth]

@@ -11,7 +11,7 @@ from foretell.models.tokenizer import Tokenizer
 from foretell.train.samples import Sample
 
 Message = dict[str, Any]
-FORMS = "prompt, prompt + completion, turns, messages or conversations"
+FORMS = "prompt, prompt + completion, turns, messages, conversations or text"
 _SPEAKERS = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "assistant", "model"), "assistant"),
@@ -141,6 +141,23 @@ def encode_conversation(
         ids = ids[: spans[-1][1]]
     tokens = np.array(ids, dtype=np.int32)
     return _emptied(tokens, spans, end_ids) if waiting else Sample(tokens, tuple(spans))
+
+
+def encode_text(text: Any, tokenizer: Tokenizer) -> Sample:
+    """A text as it is, without a template; every token behind its first is a lesson.
+
+    Raises:
+        Dropped: it is none, or says nothing.
+    """
+    if not isinstance(text, str):
+        raise Dropped("text is not a string")
+    try:
+        ids = tokenizer.encode(text)
+    except UnicodeEncodeError:
+        raise Dropped("half of a character (a lone surrogate)") from None
+    if len(ids) < 3 or not text.strip():
+        raise Dropped("empty")
+    return Sample(np.array(ids, dtype=np.int32), ((1, len(ids)),), given=True)
 
 
 def _common(ids: list[int], part: list[int]) -> int:

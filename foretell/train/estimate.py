@@ -198,7 +198,9 @@ def estimate(
     steps = config.heads if config.method == "medusa" else rule.steps
     shared = ranks if config.fsdp else 1  # ranks that the state is shared out among
     copies = 3 + bool(config.ema)  # gradients, two moments, mean
-    state = 4 * weights + copies * 4 * weights // shared + (4 * weights // shared) * (shared > 1)
+    state = 4 * weights * (1 + copies)
+    if shared > 1:  # beside the shares: weights gathered, and gradients before they are shared out
+        state = state // shared + 8 * weights
     element = 2 if bf16 else 4
     batch = max(config.batch_tokens, config.max_len)
     if config.method == "medusa":

@@ -100,6 +100,7 @@ def write_head(
         own = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
         own = {name: tensor.contiguous() for name, tensor in own.items()}
         save_file(own, part / "model.safetensors", metadata={"format": "pt"})
+        (part / "model.safetensors").chmod(0o644)  # it is written for its owner alone
         for file in part.iterdir():
             with file.open("rb") as written:
                 os.fsync(written.fileno())

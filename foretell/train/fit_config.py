@@ -45,6 +45,8 @@ class FitConfig:
     """kl: to the target's law. ce: to the text. lk: kl, then acceptance itself as that grows."""
     regression: float | None = None
     """Weight of the distance between the head's feature and the target's."""
+    whole_texts: bool = False
+    """Learn from the prompts' tokens too, not from answers alone: more text for nothing."""
     max_len: int = 1024
     """Tokens of a row of packed texts; longer texts are cut."""
     batch_tokens: int = 8192

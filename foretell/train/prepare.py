@@ -16,7 +16,12 @@ from foretell.models.loader import open_source
 from foretell.models.tokenizer import Tokenizer
 from foretell.progress import progress_bar
 from foretell.train.config import PrepareConfig
-from foretell.train.conversations import Dropped, encode_conversation, read_conversation
+from foretell.train.conversations import (
+    Dropped,
+    encode_conversation,
+    encode_text,
+    read_conversation,
+)
 from foretell.train.files import file_digest, target_digest, write_json, write_whole
 from foretell.train.samples import Sample
 
@@ -37,15 +42,17 @@ class Prepared:
 
     def table(self) -> str:
         """For a terminal."""
+        kinds = ("prompts", "conversations", "texts")
         count = Counter(
-            "conversations" if sample.num_wanted else "prompts" for sample in self.samples
+            kinds[2 if sample.given else bool(sample.num_wanted)] for sample in self.samples
         )
         tokens = sum(len(sample.tokens) for sample in self.samples)
         wanted = sum(sample.num_wanted for sample in self.samples)
         lines = [
             f"{self.num_rows:>9,} rows read",
             f"{len(self.samples):>9,} kept: {count['conversations']:,} with answers, "
-            f"{count['prompts']:,} prompts; {tokens:,} tokens, {wanted:,} of them answers",
+            f"{count['prompts']:,} prompts, {count['texts']:,} texts; {tokens:,} tokens, "
+            f"{wanted:,} of them answers or text",
         ]
         if self.cut:
             lines.append(f"{len(self.cut):>9,} of them cut to max_len: {_some(self.cut)}")
@@ -83,20 +90,20 @@ def prepare(config: PrepareConfig, run: Path, files: Sequence[Path]) -> Prepared
                 continue
             out.num_rows += 1
             try:
-                sample = _sample(line, tokenizer, target.eos_token_ids, source)
-                length = len(sample.tokens)
-                sample = _fitted(sample, config.max_len)
-                digest = hashlib.blake2b(sample.tokens.tobytes(), digest_size=16).digest()
+                whole = _sample(line, tokenizer, target.eos_token_ids, source)
+                parts = _fitted(whole, config.max_len)
+                digest = hashlib.blake2b(parts[0].tokens.tobytes(), digest_size=16).digest()
                 if digest in seen:
                     raise Dropped("seen before")
             except Dropped as error:
                 out.dropped[str(error)].append(place)
                 continue
             seen.add(digest)
-            out.samples.append(sample)
-            if length > len(sample.tokens):
+            out.samples += parts
+            if len(whole.tokens) > sum(len(part.tokens) for part in parts):
                 out.cut.append(place)
-            if len(out.samples) == config.limit:
+            if config.limit is not None and len(out.samples) >= config.limit:
+                del out.samples[config.limit :]
                 break
     if not out.samples:
         raise ValueError(f"not one row could be kept: {out.table()}")
@@ -123,25 +130,37 @@ def _sample(line: bytes, tokenizer: Tokenizer, end_ids: tuple[int, ...], source:
         row = json.loads(line)
     except ValueError:  # UnicodeDecodeError is one
         raise Dropped("malformed JSON") from None
+    if isinstance(row, dict) and "text" in row:
+        sample = encode_text(row["text"], tokenizer)
+        return replace(sample, source=str(row.get("source") or source))
     messages, waiting = read_conversation(row)
     sample = encode_conversation(messages, tokenizer, end_ids, waiting)
     return replace(sample, source=str(row.get("source") or source))
 
 
-def _fitted(sample: Sample, max_len: int) -> Sample:
-    """Cut to max_len, if an answer or the room for one is left.
+def _fitted(sample: Sample, max_len: int) -> list[Sample]:
+    """A text in pieces of max_len; a conversation cut to it, if an answer or the room for one is
+    left.
 
     Raises:
         Dropped: it is not.
     """
     if len(sample.tokens) < max_len:
-        return sample
+        return [sample]
+    if sample.given:
+        starts = range(0, len(sample.tokens), max_len)
+        pieces = (sample.tokens[start : start + max_len] for start in starts)
+        return [
+            replace(sample, tokens=piece, spans=((1, len(piece)),))
+            for piece in pieces
+            if len(piece) > 1
+        ]
     last = sample.spans[-1][1] if sample.spans else 0
     cut = sample if last == len(sample.tokens) == max_len else sample.cut(max_len)
     if not cut.spans or cut.spans[-1][1] == 0:
         raise Dropped("longer than max_len")
     end = cut.spans[-1][1]  # half a question is none
-    return cut.cut(end)
+    return [cut.cut(end)]
 
 
 def _write(config: PrepareConfig, run: Path, out: Prepared) -> None:

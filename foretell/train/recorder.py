@@ -112,7 +112,7 @@ def open_recorder(
     own = {"taps": " ".join(map(str, taps)), "topk": str(topk)}
     llm = LLM(
         model,
-        speculation=SpeculationConfig(method=method, k=1, options=own),
+        speculation=SpeculationConfig(method=method, k=1, adaptive=False, options=own),
         prefix_caching=False,  # what is shared is not computed
         max_model_len=max_len + 1,
         **options,  # type: ignore[arg-type]

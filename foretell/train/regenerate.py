@@ -115,6 +115,11 @@ def regenerate(engine_config: EngineConfig, config: RegenerateConfig, run: Path)
         done = {sample.index for sample in read_samples(path, llm.engine.runtime.vocab_size)}
         out.num_kept = len(done)
         todo = [sample for sample in todo if sample.index not in done]
+        for sample in todo:
+            if sample.given:  # nothing to answer
+                lines.append(sample.as_row() | {"index": sample.index})
+        out.num_kept += sum(sample.given for sample in todo)
+        todo = [sample for sample in todo if not sample.given]
         with progress_bar("answers", out.num_rows, done=out.num_kept, lines=True) as advance:
             for sample, row in _answers(llm.engine, todo, config):
                 if isinstance(row, str):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ class Sample:
     source: str = ""
     index: int = -1
     """Row of samples.jsonl, counted from 0."""
+    given: bool = False
+    """A text that nobody asks for: the target's law over all of it is the lesson."""
 
     @property
     def num_wanted(self) -> int:
@@ -42,10 +44,11 @@ class Sample:
         if len(self.tokens) <= length:
             return self
         spans = tuple((start, min(end, length)) for start, end in self.spans if start < length)
-        return Sample(self.tokens[:length], spans, self.source, self.index)
+        return replace(self, tokens=self.tokens[:length], spans=spans)
 
     def as_row(self) -> dict[str, Any]:
-        return {"tokens": self.tokens.tolist(), "spans": self.spans, "source": self.source}
+        row = {"tokens": self.tokens.tolist(), "spans": self.spans, "source": self.source}
+        return row | {"given": True} if self.given else row
 
 
 def read_samples(path: Path, vocab_size: int) -> Iterator[Sample]:
@@ -78,4 +81,5 @@ def _sample(row: Any, vocab_size: int, index: int) -> Sample:
         if not last <= start <= end <= len(tokens):
             raise ValueError(f"span {start} to {end} of {len(tokens)} tokens")
         last = end
-    return Sample(tokens, spans, str(row.get("source", "")), int(row.get("index", index)))
+    source, place = str(row.get("source", "")), int(row.get("index", index))
+    return Sample(tokens, spans, source, place, given=row.get("given") is True)

@@ -44,6 +44,7 @@ class EvaluateConfig:
         return {
             name: SpeculationConfig(
                 method=method,
+                adaptive=False,
                 options={"model": str(head)} | {key: str(value) for key, value in own.items()},
             )
             for name, own in options.items()

@@ -173,6 +173,8 @@ class Trainer:
         tally, losses = Tally(), []
         for i, batch in enumerate(batches):
             batch = batch.to(self.ranks.device)
+            if config.whole_texts:
+                batch = batch.with_prompts()
             with exchange(self.module, wanted=i == len(batches) - 1):
                 with torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=self.bf16):
                     loss = self.module(batch)

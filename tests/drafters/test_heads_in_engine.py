@@ -219,7 +219,7 @@ def test_speculation_off_and_on_in_the_middle(scheme: str) -> None:
     nodes, drafted = llm.engine.k, []
     sequences = start(llm, PROMPTS[:4], params)
     for step in steps(llm, sequences):
-        llm.engine.k = 0 if step // 3 % 2 else nodes
+        llm.engine.drafting.k = 0 if step // 3 % 2 else nodes
         drafted.append(sum(s.stats.drafted for s in sequences))
     assert [s.output for s in sequences] == answers
     assert rounds[0] > 5

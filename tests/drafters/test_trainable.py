@@ -271,3 +271,12 @@ def test_long_texts_are_attended_in_parts_with_the_same_gradient(
     assert len(grads[0]) > 8
     for whole, parts in zip(*grads, strict=True):
         torch.testing.assert_close(whole, parts, atol=1e-3, rtol=1e-3)
+
+
+def test_prompts_may_count_too_but_not_padding() -> None:
+    batch = batch_of([9, 5], 1, prompt=4)
+    whole = batch.with_prompts()
+    assert int(batch.num_wanted) == 6
+    assert int(whole.num_wanted) == 14
+    head = new_head("eagle", target())
+    assert len(steps_of(head, whole)[0].logits) == 10  # each text's last two have nothing to guess

@@ -59,6 +59,7 @@ def loaded(
         head_dim=8,
         vocab_size=vocab_size,
         max_position_embeddings=positions,
+        sizes={"hidden_size": 8, "num_layers": 2, "vocab_size": vocab_size},
     )
     return SimpleNamespace(
         model=TinyNet(seed, vocab_size, positions),

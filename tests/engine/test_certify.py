@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import itertools
 import json
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
+import numpy as np
 import pytest
 from rich.console import Console
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import foretell.drafters.draft_model as draft_module
 import foretell.engine.choose as choose_module
@@ -22,6 +25,8 @@ import foretell.spec.verify as verify_module
 from foretell.answer import Follower
 from foretell.bench.certify import certify
 from foretell.bench.certify_config import CertifyConfig
+from foretell.bench.certify_law import Setting, Tie, p_value
+from foretell.cli import main
 from foretell.config import EngineConfig, SpeculationConfig
 from foretell.drafters.draft_model import DraftModel
 from foretell.engine.cache import PageCache
@@ -32,9 +37,9 @@ from foretell.runtime.runner import Runtime
 from foretell.spec.grow import Picked
 from foretell.spec.shape import filtered, law
 from foretell.spec.verify import Outcome
-from tests import tiny
+from tests import heads, tiny
 
-LETTERS = 'abcdefghijklmnopqrstuvwxyz0123456789 \n{}[]":,.-+eE\\/ABCDFGHIJKL'
+LETTERS = 'abcdefghijklmnopqrstuvwxyz0123456789 \n{}[]":,.-+E\\/ABCDFGHIJKL'
 DRAFT = "draft-model:weights=int4,k=4"
 PARTS = ["same text", "same bits", "same distribution", "acceptance 1.0", "KV audit"]
 
@@ -43,12 +48,13 @@ PARTS = ["same text", "same bits", "same distribution", "acceptance 1.0", "KV au
 def model() -> Path:
     """A tiny random model whose tokens are letters, enough of them for JSON."""
     path = tiny.write_model(Path(mkdtemp()) / "tiny")
-    letters = list(dict.fromkeys(LETTERS))
-    letters += [chr(c) for c in range(0x370, 0x400) if chr(c).isalpha()]
-    words = ["<unk>", "</s>", *letters][: tiny.VOCAB]
-    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    inner.decoder = decoders.Fuse()
+    letters = [{" ": "Ġ", "\n": "Ċ"}.get(letter, letter) for letter in LETTERS]
+    words = ["<unk>", "</s>", *letters]
+    assert len(set(words)) == tiny.VOCAB
+    inner = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(words[:2])
     inner.save(str(path / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -89,12 +95,94 @@ def failed(found: dict) -> set[str]:
     return {part["name"] for part in found["parts"] if not part["passed"]}
 
 
-@pytest.mark.parametrize("scheme", [DRAFT, f"{DRAFT},verification=rejection"])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        DRAFT,
+        *(
+            pytest.param(scheme, marks=pytest.mark.slow)
+            for scheme in (
+                f"{DRAFT},verification=rejection",
+                f"{DRAFT},verification=block",
+                "draft-model:weights=int4,depth=3,topk=3,nodes=10",
+                "prompt-lookup:k=6,ngram_min=1,patience=0",
+                f"{heads.scheme('eagle-norms')},depth=3,topk=2,nodes=8",
+                f"{heads.scheme('medusa')},k=8",
+            )
+        ),
+    ],
+)
 def test_a_sound_engine_passes(scheme, tmp_path):
     passed, found, printed = run(scheme, tmp_path)
     assert passed, printed
     assert [part["name"] for part in found["parts"]] == PARTS
-    assert not any(part["notes"] for part in found["parts"][2:]), printed
+    assert "left out" not in printed
+    assert all(part["counts"] for part in found["parts"])
+
+
+def command(*arguments: str) -> int:
+    small = ["--weights=f32", "--kv-memory=64MiB", "--max-model-len=256", "--threads=1"]
+    few = ["--limit=1", "--max-tokens=8", "--samples=100", "--batch=2"]
+    prompts = f"--prompts={model() / 'prompts.jsonl'}"
+    return main(["certify", f"--model={model()}", prompts, *small, *few, *arguments])
+
+
+def test_the_command_says_by_its_status(monkeypatch, capsys, tmp_path):
+    page = tmp_path / "certificate.html"
+    assert command("--speculation=draft-model:weights=int4,k=2", f"--html={page}") == 0
+    assert "Speculation changes nothing: draft-model on tiny (f32)." in capsys.readouterr().out
+    text = page.read_text()
+    assert hashlib.sha256((model() / "model.safetensors").read_bytes()).hexdigest() in text
+    assert "http" not in text
+    assert str(model().parent) not in text
+    off_by_one(monkeypatch)
+    assert command("--speculation=draft-model:weights=int4,k=2", f"--html={page}") == 1
+    assert "NOT CERTIFIED" in capsys.readouterr().out
+    assert "Not certified" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--speculation=none"], "nothing to certify"),
+        (["--speculation=draft-model:verification=typical"], "changes the text by its nature"),
+        (["--speculation=prompt-lookup:k=99"], "k=99"),
+        (["--html=/nowhere/x.html"], "no folder"),
+        (["--samples=5"], "samples=5"),
+        (["--max-tokens=250"], "no prompt leaves room"),
+    ],
+)
+def test_a_mistake_gets_one_line(arguments, says, capsys):
+    assert command(*arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
+
+
+# ---- the distribution test's own arithmetic
+
+
+def test_p_values_are_uniform_under_the_law_and_small_elsewhere():
+    law_of = {(0,): 0.5, (1,): 0.3, (2,): 0.15, (3,): 0.05}
+    rng, texts = np.random.default_rng(0), list(law_of)
+
+    def p(weights, seed):
+        counts = rng.multinomial(400, weights)
+        return p_value(Counter(dict(zip(texts, counts, strict=True))), law_of, 1e-3, seed)
+
+    same = [p(list(law_of.values()), seed) for seed in range(200)]
+    assert 0.4 < np.mean(same) < 0.6
+    assert 5 <= sum(value <= 0.1 for value in same) <= 40
+    assert p([0.4, 0.4, 0.15, 0.05], 0) < 1e-3
+
+
+def test_the_law_is_the_definition():
+    top = ((5, 0.0), (7, -0.5), (2, -1.0), (9, -3.0))
+    setting = Setting("x", 0.5, 2, frequency=1.0, presence=0.5)
+    found = setting.law(top, (5,))  # 5 falls to -1.5 and out
+    assert list(found) == [7, 2]
+    assert found[7] / found[2] == pytest.approx(np.exp(0.5 / 0.5))
+    with pytest.raises(Tie):
+        setting.law(((5, 0.0), (7, -0.5), (2, -0.50001)), ())
 
 
 # ---- planted faults: what breaks, and the parts that must see it

@@ -14,7 +14,7 @@ from tests.tiny import ids
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SCHEMES = [
-    "prompt-lookup:k=8",
+    "prompt-lookup:k=8,adaptive=false",
     "prompt-lookup:k=12,branches=3",
     "draft-model:weights=int4,k=4",
 ]
@@ -83,7 +83,7 @@ def test_same_text_alone(weights):
 
 
 def test_a_target_drafting_for_itself_is_always_accepted():
-    engine = LLM(target("int8"), speculation="draft-model:weights=target,k=5")
+    engine = LLM(target("int8"), speculation="draft-model:weights=target,k=5,adaptive=false")
     for name in SETTINGS:
         if name == "penalties":  # drafts know no penalties
             continue
@@ -94,7 +94,7 @@ def test_a_target_drafting_for_itself_is_always_accepted():
 
 def test_temperature_one_is_accepted_nearly_as_often_as_any_rule_could():
     """Coupled drafts at temperature 1: design.md measured 0.618 of at most 0.657."""
-    engine = LLM(target("int8"), speculation="draft-model:weights=int4,k=1")
+    engine = LLM(target("int8"), speculation="draft-model:weights=int4,k=1,adaptive=false")
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=64, ignore_eos=True)
     results = engine.generate(prompts()[::2], params)
     drafted = sum(r.stats.drafted for r in results)
@@ -107,7 +107,7 @@ def test_the_demo_gets_what_it_asks_for():
     """Its prompt is an edit of a JSON object: two values change, nothing else does."""
     from foretell.demo import _PROMPT
 
-    llm = LLM("smollm2", speculation="prompt-lookup:k=8")
+    llm = LLM("smollm2", speculation="prompt-lookup:k=8,adaptive=false")
     (result,) = llm.chat(
         [{"role": "user", "content": _PROMPT}], SamplingParams(temperature=0, max_tokens=192)
     )

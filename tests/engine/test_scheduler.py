@@ -9,7 +9,7 @@ from foretell.config import EngineConfig
 from foretell.engine.cache import PageCache
 from foretell.engine.scheduler import Scheduler
 from foretell.sequence import FinishReason, SamplingParams, Sequence
-from foretell.spec.budget import Limit
+from foretell.spec.seats import Limit, Seat
 
 
 def make(pages=64, page_size=4, seqs=4, rows=16, limit=0):
@@ -18,7 +18,16 @@ def make(pages=64, page_size=4, seqs=4, rows=16, limit=0):
     )
     left: list[int] = []
     cache = PageCache(pages, page_size)
-    return Scheduler(config, cache, left.extend, lambda sequence: Limit(limit, limit)), cache, left
+    return (
+        Scheduler(
+            config,
+            cache,
+            left.extend,
+            lambda s: Seat(s.slot, len(s.tokens), [Limit(limit, limit)], [0]),
+        ),
+        cache,
+        left,
+    )
 
 
 def sequence(name: str, length: int) -> Sequence:

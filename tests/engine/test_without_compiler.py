@@ -13,7 +13,8 @@ sys.modules["numba"] = None  # an import of it fails
 from foretell import LLM, SamplingParams
 prompts = [[5, 9, 11, 5, 9, 11, 5, 9], [7, 8, 7, 8, 7], list(range(3, 40))]
 for weights in ("f32", "bf16", "int8", "int4"):
-    llm = LLM(sys.argv[1], weights=weights, speculation="prompt-lookup:k=6", max_model_len=128)
+    scheme = "prompt-lookup:k=6,adaptive=false"
+    llm = LLM(sys.argv[1], weights=weights, speculation=scheme, max_model_len=128)
     for params in (
         SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
         SamplingParams(temperature=0.9, seed=3, max_tokens=24, ignore_eos=True),

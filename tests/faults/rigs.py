@@ -154,7 +154,7 @@ def _is_heads(name: str, axis: int) -> bool:
 def counting(speculation: str | None = None, **options) -> LLM:
     """An engine over the counting model, which says `TEXT` from id 2 on."""
     options = {"page_size": 4, "kv_memory": "8MiB", "max_model_len": 256, "threads": 1} | options
-    engine = LLM(counting_model(), speculation=speculation, weights="f32", **options)
+    engine = LLM(counting_model(), speculation=tiny.fixed(speculation), weights="f32", **options)
     engine.tokenizer = COUNTING_TEXT  # type: ignore[assignment]
     return engine
 

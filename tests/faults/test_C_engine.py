@@ -84,7 +84,7 @@ def llm(speculation: str | None = None, **options) -> LLM:
         "max_num_seqs": 256,
         "max_num_batched_tokens": 6000,
     } | options
-    return LLM(small_model(), speculation=speculation, weights="f32", **options)
+    return LLM(small_model(), speculation=tiny.fixed(speculation), weights="f32", **options)
 
 
 @cache

@@ -117,7 +117,8 @@ def test_I2_a_draft_with_a_shorter_position_table(length, tmp_path):
     prompts = [tiny.prompts(1, seed=9, longest=3)[0] * 64, [7, 8, 9]]
     prompts[0] = prompts[0][:length]
     plain = tiny.ids(LLM(str(target), **options).generate(prompts, tiny.greedy()))
-    llm = LLM(str(target), speculation=f"draft-model:model={draft},weights=f32,k=4", **options)
+    scheme = f"draft-model:model={draft},weights=f32,k=4,adaptive=false"
+    llm = LLM(str(target), speculation=scheme, **options)
     positions: list[int] = []
     inner = llm.engine.runtime.forward
 
@@ -147,7 +148,8 @@ def test_I3_drafts_come_back_after_a_request_too_long_for_the_draft(tmp_path):
     }
     long, short = tiny.greedy(max_tokens=300), tiny.greedy(max_tokens=20)
     plain = LLM(str(target), **options)
-    llm = LLM(str(target), speculation=f"draft-model:model={draft},weights=f32,k=4", **options)
+    scheme = f"draft-model:model={draft},weights=f32,k=4,adaptive=false"
+    llm = LLM(str(target), speculation=scheme, **options)
     prompt = list(range(2, 62))
     for _ in range(2):  # cold, then through the prefix cache
         assert tiny.ids(llm.generate([prompt], long)) == tiny.ids(plain.generate([prompt], long))
@@ -155,7 +157,7 @@ def test_I3_drafts_come_back_after_a_request_too_long_for_the_draft(tmp_path):
         assert [result.token_ids] == tiny.ids(plain.generate([[5, 6, 7]], short))
         assert result.stats.drafted == result.stats.accepted > 0
         assert not llm.engine.metrics.drafter_errors
-    llm = LLM(str(target), speculation="prompt-lookup:k=8,ngram_min=1", **options)
+    llm = LLM(str(target), speculation="prompt-lookup:k=8,ngram_min=1,adaptive=false", **options)
     assert tiny.ids(llm.generate([prompt], long)) == tiny.ids(plain.generate([prompt], long))
 
 
@@ -209,7 +211,7 @@ def test_I5_lookup_without_end_token_and_without_match(end, tmp_path):
         LLM(model, max_num_seqs=1, prefix_caching=False, **options).generate(prompts, params)
     )
     for scheme in ("k=8", "k=8,ngram_min=1", "k=3,ngram_min=1,branches=3,patience=0"):
-        llm = LLM(model, speculation=f"prompt-lookup:{scheme}", **options)
+        llm = LLM(model, speculation=f"prompt-lookup:{scheme},adaptive=false", **options)
         assert bool(llm.engine.end_ids) == (end == "one")
         for prompt, answer in zip(prompts, plain, strict=True):  # each alone, then all at once
             assert tiny.ids(llm.generate([prompt], params)) == [answer]

@@ -58,7 +58,7 @@ def test_L5_every_pair_of_weight_formats(target, draft, tmp_path):
 
     plain = tiny.ids(LLM(model, max_num_seqs=1, **options).generate(PROMPTS[:6], tiny.greedy()))
     for spec in (f"weights={draft}", f"model={other},weights={draft}"):
-        llm = LLM(model, speculation=f"draft-model:{spec},k=4", **options)
+        llm = LLM(model, speculation=f"draft-model:{spec},k=4,adaptive=false", **options)
         results = llm.generate(PROMPTS[:6], tiny.greedy())
         assert tiny.ids(results) == plain
         assert not llm.engine.metrics.drafter_errors, llm.engine.metrics.last_drafter_error

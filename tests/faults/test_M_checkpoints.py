@@ -24,7 +24,7 @@ OPTIONS = {"weights": "f32", "page_size": 4, "kv_memory": "4MiB", "threads": 1}
 
 def start_pair(target: Path, draft: Path, weights: str = "f32", **options) -> LLM:
     spec = f"draft-model:model={draft},weights={weights},k=4"
-    return LLM(str(target), speculation=spec, **(OPTIONS | options))
+    return LLM(str(target), speculation=tiny.fixed(spec), **(OPTIONS | options))
 
 
 def run(target: Path, llm: LLM) -> float:

@@ -104,7 +104,8 @@ def test_each_format_has_a_file_and_each_is_read_again(path, conversions):
 
 def test_a_model_that_drafts_for_itself_keeps_both_formats(path, conversions):
     for _ in range(2):
-        with LLM(str(path), speculation="draft-model:weights=int4,k=2", kv_memory="8MiB") as llm:
+        scheme = "draft-model:weights=int4,k=2,adaptive=false"
+        with LLM(str(path), speculation=scheme, kv_memory="8MiB") as llm:
             llm.generate([3, 4], tiny.greedy(max_tokens=4))
     assert conversions == ["int8", "int4"]
 

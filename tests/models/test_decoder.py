@@ -8,7 +8,7 @@ import torch
 from foretell.attention.cpu import CpuAttention
 from foretell.attention.reference import ReferenceAttention
 from foretell.models.loader import load
-from tests.models.tiny import KINDS, Cache, every_thread, make, save
+from tests.models.tiny import DEEPSEEK, KINDS, Cache, every_thread, make, save
 
 TOKENS = torch.randint(3, 96, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 PARENTS = [-1, 0, 0, 1, 1, 2, 5, 3]
@@ -23,7 +23,7 @@ def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[*KINDS, *DEEPSEEK])
 def pair(request, tmp_path_factory):
     model = make(request.param)
     path = save(model, tmp_path_factory.mktemp("model"))
@@ -70,7 +70,7 @@ def test_taps_are_layer_outputs_and_the_final_norm(pair):
 
 
 @pytest.mark.parametrize("weights", ["int8", "bf16", "f32", "int4"])
-@pytest.mark.parametrize("kind", ["smollm2", "qwen2-window", "qwen3"])
+@pytest.mark.parametrize("kind", ["smollm2", "qwen2-window", "qwen3", "v2", "v3"])
 def test_bits_do_not_depend_on_grouping(kind, weights, tmp_path):
     loaded = load(str(save(make(kind), tmp_path)), weights, progress=False)
     single, alone = Cache(loaded, CpuAttention()), []

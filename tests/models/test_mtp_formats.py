@@ -83,7 +83,6 @@ LAYER = {"deepseek": "model.layers.2.", "qwen": "mtp.layers.0.", "mimo": "model.
     [
         ("self_attn.kv_a_proj_with_mqa.weight", (12, 32), "multi-head latent attention"),
         ("mlp.gate.weight", (4, 32), "a mixture of experts"),
-        ("mlp.gate_proj.weight_scale_inv", (1, 1), "8-bit floats with scales"),
         ("self_attn.q_proj.weight", (64, 32), "gated attention"),
     ],
 )

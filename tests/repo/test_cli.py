@@ -17,6 +17,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 import foretell
 from foretell import terminal
+from foretell.bench.certify_config import CertifyConfig
 from foretell.bench.run import BenchConfig
 from foretell.cli import main
 from foretell.config import EngineConfig
@@ -30,7 +31,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456 \n"[: tin
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }} {{ m.content }}\n{% endfor %}a "
 SMALL = ["--weights=f32", "--kv-memory=8MiB", "--max-model-len=256", "--threads=1"]
 GREEDY = ["--temperature=0", "--max-tokens=24", "--ignore-eos"]
-LOOKUP = "--speculation=prompt-lookup:k=4"
+LOOKUP = "--speculation=prompt-lookup:k=4,adaptive=false"
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +71,16 @@ def say(monkeypatch, text):
 
 # ---- flags
 
+OWN = {"bench": ["prefix_caching"], "certify": ["prefix_caching", "max_num_seqs"]}
+"""What these commands decide about themselves."""
+
 
 @pytest.mark.parametrize(
     ("command", "configs"),
     [
         ("generate", [EngineConfig, SamplingParams]),
         ("bench", [EngineConfig, BenchConfig]),
+        ("certify", [EngineConfig, CertifyConfig]),
         ("demo", [EngineConfig]),
     ],
 )
@@ -86,15 +91,18 @@ def test_every_field_is_a_flag_with_its_doc(command, configs, capsys, monkeypatc
     text = capsys.readouterr().out
     for config in configs:
         for field in dataclasses.fields(config):
-            if (command, field.name) == ("bench", "prefix_caching"):
-                continue  # the bench turns it off itself
+            if field.name in OWN.get(command, ()):
+                continue
             assert f"--{field.name.replace('_', '-')}" in text
             if field.name != "speculation":
                 assert field_docs(config)[field.name][:40] in text, field.name
 
 
+COMMANDS = [None, "generate", "chat", "bench", "advise", "certify", "pull", "demo"]
+
+
 @pytest.mark.parametrize("width", [80, 100])
-@pytest.mark.parametrize("command", [None, "generate", "chat", "bench", "pull", "demo"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_cuts_nothing(width, command, capsys, monkeypatch):
     monkeypatch.setenv("TERMINAL_WIDTH", str(width))
     monkeypatch.setenv("COLUMNS", str(width))
@@ -119,7 +127,7 @@ def test_version(capsys):
 
 
 def test_every_field_has_a_doc():
-    for config in (EngineConfig, SamplingParams, BenchConfig):
+    for config in (EngineConfig, SamplingParams, BenchConfig, CertifyConfig):
         names = {field.name for field in dataclasses.fields(config)}
         assert names == {name for name, doc in field_docs(config).items() if doc}
 
@@ -157,7 +165,7 @@ def test_speculation_does_not_change_what_is_printed(run):
 @pytest.mark.parametrize("kind", heads.KINDS)
 def test_a_head_from_disk_does_not_change_it_either(kind, run):
     plain = run("generate", "abc", *GREEDY)
-    scheme = f"--speculation={heads.scheme(kind)},depth=5,topk=4,nodes=24"
+    scheme = f"--speculation={heads.scheme(kind)},depth=5,topk=4,nodes=24,adaptive=false"
     status, out, err = run("generate", "abc", *GREEDY, scheme, "--stats")
     assert (status, out) == plain[:2]
     assert re.search(r"accepted \d+ of \d{3} drafted", err), err
@@ -205,6 +213,27 @@ def test_several_answers_are_told_apart(run):
     assert heads == [
         f"==> prompt {prompt}, answer {answer} <==" for prompt in (1, 2) for answer in (1, 2)
     ]
+
+
+def test_a_trace_of_an_answer(run, tmp_path):
+    path = tmp_path / "trace.json"
+    status, _, _ = run("generate", "--raw", "abab", *GREEDY, LOOKUP, f"--trace={path}")
+    steps = [event for event in json.loads(path.read_text()) if event["name"] == "step"]
+    assert status == 0
+    assert sum(step["args"]["emitted"] for step in steps) == 24
+
+
+def test_bench_writes_a_report_and_a_trace(run, tmp_path):
+    prompts, page, trace = (tmp_path / name for name in ("p.jsonl", "r.html", "t.json"))
+    prompts.write_text('{"prompt": "ab ab ab"}\n')
+    status, _, problems = run(
+        "bench", "--max-tokens=12", LOOKUP, f"--prompts={prompts}", f"--report={page}",
+        f"--trace={trace}", "--break-even",
+    )  # fmt: skip
+    assert status == 0, problems
+    assert "Break-even by batch" in page.read_text()
+    tracks = {e["args"]["name"] for e in json.loads(trace.read_text()) if e["ph"] == "M"}
+    assert tracks == {"foretell", "plain and prompt-lookup:k=4,adaptive=false"}
 
 
 def test_raw_and_chat_differ_by_the_template(run):
@@ -339,7 +368,10 @@ def test_ctrl_c_ends_the_answer_and_keeps_the_session(model, monkeypatch, capsys
         (["generate", "--speculation=prompt-lookup:nope=2", "x"], "no option 'nope'"),
         (["generate", "--speculation=draft-model:model=./no", "x"], "./no: no such file"),
         (["bench", "--speculation=draft-model:weights=int9"], "int9"),
-        (["generate", "--show-draft", "x"], "--speculation prompt-lookup:k=8"),
+        (
+            ["generate", "--show-draft", "--speculation=none", "x"],
+            "--speculation prompt-lookup:k=8",
+        ),
         (["generate", "--raw", "--system=s", "x"], "--raw"),
         (["generate", "--file=/nowhere/prompt"], "/nowhere/prompt: No such file"),
         (["generate", ""], "prompt is empty"),

@@ -90,5 +90,6 @@ def let_draft(llm: LLM, scheme: str | None) -> Any:
     runtime.taps = drafter.needs.features if drafter else ()
     assert runtime.kv is not None
     runtime.allocate(runtime.kv.num_pages, drafter.needs.kv if drafter else None)
-    llm.engine = Engine(config, runtime, drafter, llm.engine.end_ids)
+    drafters = [drafter] if drafter else []
+    llm.engine = Engine(config, runtime, drafters, llm.engine.end_ids)
     return drafter

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from foretell.config import ServerConfig
 from foretell.llm import LLM
 from foretell.models.loader import LoadedModel, load
+from foretell.server import run
 from foretell.server.app import create_app
-from foretell.server.run import listen, uvicorn_config
 from tests import tiny
 
 TEMPLATE = (
@@ -55,7 +55,7 @@ def model() -> LoadedModel:
 
 def llm(speculation: str | None = None, **options) -> LLM:
     options = {"page_size": 4, "kv_memory": "8MiB", "threads": 1} | options
-    return LLM(model(), speculation=speculation, weights="f32", **options)
+    return LLM(model(), speculation=tiny.fixed(speculation), weights="f32", **options)
 
 
 class Server:
@@ -64,7 +64,7 @@ class Server:
     def __init__(self, engine: LLM, port: int, server: uvicorn.Server) -> None:
         self.llm, self.server = engine, server
         self.url = f"http://127.0.0.1:{port}"
-        self.http = httpx.Client(base_url=self.url, timeout=30)
+        self.http = httpx.Client(base_url=self.url, timeout=120)
 
     def post(self, path: str, **body) -> httpx.Response:
         return self.http.post(path, json=body)
@@ -105,8 +105,8 @@ def running(speculation: str | None = LOOKUP, engine: LLM | None = None, **confi
     engine = engine or llm(speculation)
     settings = ServerConfig(**({"port": 0, "served_model_name": "tiny"} | config))
     app = create_app(engine, settings)
-    with listen(settings.host, settings.port) as listening:
-        server = uvicorn.Server(uvicorn_config(app, settings))
+    with run.listen(settings.host, settings.port) as listening:
+        server = run.Server(app, settings)
         server.install_signal_handlers = lambda: None  # type: ignore[method-assign]
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
@@ -121,5 +121,5 @@ def running(speculation: str | None = LOOKUP, engine: LLM | None = None, **confi
         finally:
             made.http.close()
             server.should_exit = True
-            thread.join(30)
+            thread.join(60)
             assert not thread.is_alive()

@@ -47,7 +47,14 @@ BOTH = {
     "max_tokens": [0, -1],
     "presence_penalty": [3],
     "frequency_penalty": [-3],
-    "logit_bias": [{"x": 1}, {"5": 1000}, {"99999999": 1}, {"-1": 1}],
+    "logit_bias": [
+        {"x": 1},
+        {"9" * 5000: 1},
+        {"\u0661": 1},
+        {"5": 1000},
+        {"99999999": 1},
+        {"-1": 1},
+    ],
     "top_k": [-1],
     "min_p": [2],
     "repetition_penalty": [0],
@@ -151,3 +158,51 @@ def test_detokenize_and_tokenize_check_too(server):
     check(server.post("/detokenize", tokens=[10**6]), 400, "tokens")
     check(server.post("/tokenize"), 400)
     check(server.post("/tokenize", prompt="x", messages=[]), 400)
+
+
+HALF = "\\ud83d"  # as JSON writes half of an emoji
+BODIES = [
+    ("/v1/completions", '{"prompt": "a HALF b"}'),
+    ("/v1/completions", '{"prompt": "a", "stop": "HALF"}'),
+    ("/v1/completions", '{"prompt": "a", "HALF": "x"}'),
+    ("/v1/completions", '{"prompt": "a", "prediction": {"content": "HALF"}}'),
+    ("/v1/chat/completions", '{"messages": [{"role": "user", "content": "HALF"}]}'),
+    ("/tokenize", '{"prompt": "HALF"}'),
+    ("/v1/completions", '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"),
+    ("/v1/completions", '{"prompt": "a", "seed": ' + "9" * 5000 + "}"),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+def test_JSON_that_is_no_request(server, path, body):
+    headers = {"Content-Type": "application/json"}
+    for half in (HALF.encode(), b"\xed\xa0\xbd"):
+        content = body.encode().replace(b"HALF", half)
+        check(server.http.post(path, content=content, headers=headers), 400, code="invalid_json")
+    whole = body.replace("HALF", HALF + "\\ude00")
+    answer = server.http.post(path, content=whole.encode(), headers=headers)
+    assert "surrogate" not in answer.text
+
+
+@pytest.mark.parametrize("arguments", ["{", "[" * 50_000, '{"a": "' + HALF + '"}'])
+def test_arguments_of_calls_that_are_no_json(server, arguments):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    check(server.post("/v1/chat/completions", messages=messages), 400, "messages")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}},
+        {"enum": [str(i) for i in range(40_000)]},
+    ],
+    ids=["endless", "wide", "long"],
+)
+def test_a_schema_that_is_too_much_is_the_requests_fault(server, schema):
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    body = CHAT | {"max_tokens": 40, "seed": 1, "response_format": form}
+    message = check(server.post("/v1/chat/completions", **body), 400)
+    assert len(message) < 300
+    server.chat(max_tokens=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +38,7 @@ def slow(server, pause=0.01):
 
 
 def until(condition):
-    for _ in range(1000):
+    for _ in range(4000):
         if condition():
             return
         time.sleep(0.005)
@@ -75,7 +76,7 @@ def test_a_name_that_was_made_to_point_here_is_turned_away():
         return server.http.get("/v1/models", headers={"Host": host}).status_code
 
     names = ("localhost", "localhost:8000", "127.0.0.1", "127.0.0.1:9", "[::1]:8000", "127.9.9.9")
-    others = ("evil.example", "evil.example:8000", "localhost.evil.example", "10.0.0.1", "", "[::")
+    others = ("evil.example", "evil.example:8000", "localhost.evil.example", "10.0.0.1", "[::")
     with rig.running() as server:
         assert [asks(server, name) for name in names] == [200] * len(names)
         assert [asks(server, name) for name in others] == [403] * len(others)
@@ -171,6 +172,22 @@ def test_a_client_that_leaves_the_queue_is_forgotten():
             until(lambda: not engine.engine.scheduler.waiting)
             assert engine.engine.scheduler.running, "the first one goes on"
             assert first.result()["usage"]["completion_tokens"] == 150
+        server.wait_idle()
+
+
+def test_a_client_that_reads_nothing_loses_its_place():
+    with rig.running(None, request_timeout=6) as server:
+        body = LONG | {"n": 16, "logprobs": 20, "stream": True}  # more than sockets hold
+        content = json.dumps(body).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+            client.sendall(head.encode() + content)
+            bridge = server.app.state.service.bridge
+            until(lambda: bridge.num_open == 16)
+            until(lambda: bridge.num_open == 0)
         server.wait_idle()
 
 
@@ -277,8 +294,7 @@ def test_the_end_does_not_wait_for_ever():
         server.server.should_exit = True
         server.thread.join(10)
         assert not server.thread.is_alive()
-        with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError, AssertionError)):
-            check(asked.result(), 200)
+        check(asked.result(), 503, code="unavailable")
 
 
 def test_every_request_leaves_one_line_with_its_id(caplog):

@@ -29,6 +29,7 @@ TEXT = "the cat and the cat and the cat"
 
 @pytest.fixture(scope="module")
 def browser():
+    playwright.expect.set_options(timeout=60_000)  # busy machines take their time
     with playwright.sync_playwright() as api:
         browser = api.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser

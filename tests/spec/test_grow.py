@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foretell.sequence import SamplingParams
-from foretell.spec.budget import FixedBudget, limit
+from foretell.spec.budget import FixedBudget
 from foretell.spec.grow import argmax, coupled, grow_chain, sampled
+from foretell.spec.seats import limit
 
 NAN = float("nan")
 

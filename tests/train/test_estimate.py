@@ -90,10 +90,11 @@ def test_activations_are_what_autograd_keeps(tmp_path, method, vocab):
     frozen = {t.untyped_storage().data_ptr() for t in (*head.parameters(), *head.buffers())}
     measured = sum(count for pointer, count in kept.items() if pointer not in frozen)
     assert loss.total.requires_grad
+    # The rest is what passes while one draft token is judged, and prompts and padding.
     e = estimate(
         sizes_of(str(target)), config, scheme.rule, MACHINE, tokens=1e6, bf16=False
     )  # fmt: skip
-    assert 0.5 * e.activation_bytes < measured < 1.3 * e.activation_bytes
+    assert 0.35 * e.activation_bytes < measured < e.activation_bytes
 
 
 def test_known_figures_of_large_targets():
@@ -111,7 +112,7 @@ def test_known_figures_of_large_targets():
         bf16=True, draft_size=32000,
     )  # fmt: skip
     assert ddp.state_bytes == 16 * e.weights
-    assert e.state_bytes < ddp.state_bytes / 2
+    assert e.state_bytes == (8 + 16 / 8) * e.weights
     assert ddp.memory_bytes - ddp.state_bytes == alone.memory_bytes - alone.state_bytes
     lite = PRESETS["deepseek-v2-lite"]
     assert lite.active < lite.parameters

@@ -225,3 +225,21 @@ def test_killed_and_run_again(model, whole, tmp_path):
         process.communicate()
     assert subprocess.run(command, env=os.environ, check=False).returncode == 0
     assert rows_of(tmp_path) == whole
+
+
+def test_texts_stay_as_they_are_and_count_as_a_whole(model, tmp_path):
+    rows = [{"text": "abc def " * 6}, {"prompt": "ab"}, {"text": 7}, {"text": " "}]
+    out = rig.prepared(model, tmp_path, rows, max_len=20)
+    assert {reason: len(places) for reason, places in out.dropped.items()} == {
+        "text is not a string": 1,
+        "empty": 1,
+    }
+    texts = [row for row in rig.read_rows(tmp_path / "samples.jsonl") if row.get("given")]
+    assert [len(row["tokens"]) for row in texts] == [20, 20, 8]
+    assert [row["spans"] for row in texts] == [[[1, 20]], [[1, 20]], [[1, 8]]]
+    answers = regenerate(rig.engine(model), RegenerateConfig(max_tokens=8), tmp_path)
+    assert not answers.failed
+    made = sorted(rig.read_rows(tmp_path / "answers.jsonl"), key=lambda row: row["index"])
+    assert [row["tokens"] for row in made[:3]] == [row["tokens"] for row in texts]
+    assert len(made) == 4
+    assert regenerate(rig.engine(model), RegenerateConfig(max_tokens=8), tmp_path).num_kept == 4

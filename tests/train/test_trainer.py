@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import sys
 from itertools import pairwise
+from types import ModuleType
 
 import pytest
 import torch
@@ -72,7 +76,7 @@ def test_the_learning_rate_rises_and_falls():
 @pytest.mark.parametrize("ema", [0.0, 0.9])
 def test_a_resumed_run_equals_an_unbroken_one(tmp_path, ema):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    trainer(whole, ema=ema, log_every=2, epochs=3, held_out=TinyBatches(1, 9)).fit()
+    trainer(whole, ema=ema, log_every=4, epochs=3, held_out=TinyBatches(1, 9)).fit()
 
     class Gone(Exception):
         pass
@@ -86,7 +90,7 @@ def test_a_resumed_run_equals_an_unbroken_one(tmp_path, ema):
             raise Gone
         return tiny_loss(head, batch)
 
-    run = trainer(broken, ema=ema, log_every=2, loss=dies, held_out=TinyBatches(1, 9))
+    run = trainer(broken, ema=ema, log_every=4, loss=dies, held_out=TinyBatches(1, 9))
     with pytest.raises(Gone):
         run.fit()
     assert run.checkpoints.steps() == [3, 6]
@@ -94,7 +98,7 @@ def test_a_resumed_run_equals_an_unbroken_one(tmp_path, ema):
     for weight in other.tensors().values():
         nn.init.zeros_(weight)
     torch.manual_seed(99)
-    again = trainer(broken, ema=ema, log_every=2, head=other, held_out=TinyBatches(1, 9))
+    again = trainer(broken, ema=ema, log_every=4, head=other, held_out=TinyBatches(1, 9))
     assert again.place.step == 6
     again.fit()
     rows = [
@@ -238,3 +242,50 @@ def test_bad_settings_say_so_in_a_line(setting, value):
     with pytest.raises(ValueError, match=f"^{setting}=.*: ") as caught:
         FitConfig(**{setting: value})
     assert "\n" not in str(caught.value)
+
+
+def test_tensorboard_gets_every_number_where_it_is_installed(tmp_path, monkeypatch):
+    written = {}
+
+    class SummaryWriter:
+        def __init__(self, directory, purge_step):
+            written["at"] = (directory, purge_step)
+
+        def add_scalar(self, name, value, step):
+            written[name, step] = value
+
+        def close(self):
+            written["closed"] = True
+
+    board = ModuleType("torch.utils.tensorboard")
+    board.SummaryWriter = SummaryWriter
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    monkeypatch.setattr("foretell.train.metrics.find_spec", lambda name: name == "tensorboard")
+    trainer(tmp_path, max_steps=2, held_out=TinyBatches(1, 5)).fit()
+    assert written["at"] == (str(tmp_path / "tensorboard"), 1)
+    assert written["closed"]
+    first, last = read_rows(tmp_path / "metrics.jsonl")
+    assert written["loss", 1] == first["loss"]
+    assert written["agreed/2", 2] == last["agreed"][1]
+    assert written["held_out/loss", 2] == last["held_out"]["loss"]
+    assert written["parts/ce", 1] == first["parts"]["ce"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_step_and_saves(tmp_path, number):
+    count = 0
+
+    def interrupted(head, batch):
+        nonlocal count
+        count += 1
+        if count == 5:
+            os.kill(os.getpid(), number)
+        return tiny_loss(head, batch)
+
+    before = signal.getsignal(number)
+    run = trainer(tmp_path, loss=interrupted)
+    assert run.fit() is None
+    assert run.checkpoints.steps() == [3, 5]
+    assert signal.getsignal(number) is before
+    trainer(tmp_path).fit()
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == list(range(1, 11))

@@ -1,0 +1,174 @@
+"""Is speculation ever slower than none? Plain, fixed and adaptive decoding over batches and tasks.
+
+    python benchmarks/never_slower.py                        # everything: about an hour
+    python benchmarks/never_slower.py --batches 1 8 --tasks chat --schemes lookup --json out.json
+    python benchmarks/never_slower.py --head eagle:model=PATH
+
+All of them answer the same prompts in one process, in turns, in an order that is reversed every
+time; each answer has the same number of tokens (end of text is ignored). A ratio is the median
+over turns. `best fixed` is the best of plain and of all fixed settings. The first turn of each is
+not counted, as in the first answers after a start a controller has still to learn what a scheme
+is worth; `cold` is its ratio to plain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from foretell.bench.environment import environment
+from foretell.bench.workloads import by_category, default_workload
+from foretell.llm import LLM
+from foretell.sequence import SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the useless draft
+
+BATCHES = (1, 2, 4, 8, 16, 32)
+TASKS = {  # category of the workload, temperature
+    "chat": ("chat", 0.0),
+    "edit": ("code_edit", 0.0),
+    "summary": ("summarization", 0.0),
+    "writing": ("chat", 1.0),
+}
+FIXED = {
+    "lookup": ["prompt-lookup:k={k}", (2, 4, 8)],
+    "self": ["draft-model:weights=int4,k={k}", (1, 2, 4)],
+    "useless": ["useless:Useless,ms=1,k={k}", (1, 4)],
+    "head": ["{head},k={k}", (1, 2, 4)],
+}
+PLAIN = "plain"
+
+
+def prompts(llm: LLM, task: str, batch: int, turn: int) -> list[list[int]]:
+    """As many as run at once, going round the category."""
+    own = by_category(default_workload())[TASKS[task][0]]
+    picked = [own[(turn * batch + i) % len(own)] for i in range(batch)]
+    return [llm.chat_prompt([{"role": "user", "content": c.turns[0]}]) for c in picked]
+
+
+def timed(llm: LLM, asked: list[list[int]], params: list[SamplingParams], plain: bool) -> float:
+    """Tokens a second of all answers together, from the first token of the last on: prefill is not
+    what is compared."""
+    start = time.perf_counter()
+    results = llm.generate(asked, params, speculate=not plain)
+    end = time.perf_counter()
+    first = max(result.stats.token_times[0] for result in results)
+    late = sum(sum(t > first for t in result.stats.token_times) for result in results)
+    return late / (end - first) if late else len(results) / (end - start)
+
+
+def cell(
+    llms: dict[str, LLM], task: str, batch: int, turns: int, tokens: int
+) -> dict[str, list[float]]:
+    """Tokens a second of each arm, turn by turn."""
+    found: dict[str, list[float]] = {name: [] for name in llms}
+    adaptive = llms["adaptive"]
+    if adaptive.engine.drafting and adaptive.engine.drafting.controller:
+        controller = adaptive.engine.drafting.controller
+        adaptive.engine.drafting.use(controller.costs)  # nothing of the other tasks
+        adaptive.engine.scheduler.budget = adaptive.engine.drafting.budget
+    for turn in range(turns + 1):
+        asked = prompts(adaptive, task, batch, turn)
+        params = [
+            SamplingParams(
+                temperature=TASKS[task][1], max_tokens=tokens, seed=97 * turn + i, ignore_eos=True
+            )
+            for i in range(batch)
+        ]
+        order = list(llms) if turn % 2 == 0 else list(llms)[::-1]
+        for name in order:
+            found[name].append(timed(llms[name], asked, params, name == PLAIN))
+    return found
+
+
+def ratios(found: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians over turns, the first one left out."""
+    rows = list(zip(*found.values(), strict=True))
+    names = list(found)
+    plain, own = names.index(PLAIN), names.index("adaptive")
+    kept = rows[1:]
+    against = {
+        name: statistics.median(row[own] / row[i] for row in kept) for i, name in enumerate(names)
+    }
+    best = min((name for name in names if name != "adaptive"), key=lambda name: against[name])
+    return {
+        "plain": statistics.median(row[plain] for row in kept),
+        "adaptive/plain": against[PLAIN],
+        "best": best,
+        "adaptive/best": against[best],
+        "cold": rows[0][own] / rows[0][plain],
+        "turns": found,
+    }
+
+
+def open_arms(scheme: str, given: argparse.Namespace) -> dict[str, LLM]:
+    """An engine for each way to decode, over one target; plain is the adaptive one, told not to."""
+    pattern, sizes = FIXED[scheme]
+    most = max(BATCHES)
+    options = {"weights": given.weights, "max_num_seqs": most, "max_num_batched_tokens": 512}
+    options |= {"prefix_caching": False, "kv_memory": "0.1", "max_model_len": 1024}
+    if given.threads:
+        options["threads"] = given.threads
+    text = pattern.format(k=max(sizes), head=given.head)
+    adaptive = LLM(given.model, speculation=text, **options)
+    arms = {PLAIN: LLM(adaptive.target, **options), "adaptive": adaptive}
+    for k in sizes:
+        text = pattern.format(k=k, head=given.head) + ",adaptive=false"
+        arms[f"k={k}"] = LLM(adaptive.target, speculation=text, **options)
+    return arms
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--weights", default="int8")
+    parser.add_argument("--head", help="a head as --speculation names it: eagle:model=PATH")
+    parser.add_argument("--schemes", nargs="+", choices=list(FIXED))
+    parser.add_argument("--batches", nargs="+", type=int, choices=BATCHES, default=list(BATCHES))
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--turns", type=int, default=5, help="that count, for each cell")
+    parser.add_argument("--tokens", type=int, default=96, help="of each answer")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--json", type=Path, help="adds the cells to what the file has already")
+    given = parser.parse_args()
+    schemes = given.schemes or ["head" if given.head else "self", "lookup", "useless"]
+    if "head" in schemes and not given.head:
+        parser.error("the scheme head needs --head")
+    console = Console()
+    cells: dict[str, Any] = {}
+    if given.json and given.json.exists():
+        cells = json.loads(given.json.read_text())["cells"]
+    table = Table(title="adaptive decoding against plain and the best fixed setting")
+    for name in ("scheme", "task", "batch", "plain tok/s", "x plain", "best", "x best", "cold"):
+        table.add_column(name, justify="left" if name in ("scheme", "task", "best") else "right")
+    for scheme in schemes:
+        llms = open_arms(scheme, given)
+        for task in given.tasks:
+            for batch in given.batches:
+                found = ratios(cell(llms, task, batch, given.turns, given.tokens))
+                cells[f"{scheme} {task} {batch}"] = found
+                numbers = [f"{found['plain']:.0f}", f"{found['adaptive/plain']:.3f}"]
+                numbers += [found["best"], f"{found['adaptive/best']:.3f}", f"{found['cold']:.3f}"]
+                table.add_row(scheme, task, str(batch), *numbers)
+                print(scheme, task, batch, *numbers, flush=True)
+                if given.json:
+                    facts = {"environment": environment(), "cells": cells}
+                    given.json.write_text(json.dumps(facts, indent=1))
+    console.print(table)
+    worst = min(found["adaptive/plain"] for found in cells.values())
+    behind = min(found["adaptive/best"] for found in cells.values())
+    console.print(f"worst against plain {worst:.3f}, worst against the best fixed {behind:.3f}")
+
+
+if __name__ == "__main__":
+    main()

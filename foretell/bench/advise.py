@@ -1,0 +1,258 @@
+"""`foretell advise`: which scheme for these prompts on this machine, up to which load, or none.
+
+Everything is measured on a sample of the prompts, as `foretell bench` does: plain decoding and each
+scheme with its controller take turns; what is accepted by depth comes from drafts of fixed length,
+which are made at the first load only. The speed-up that is promised is the bench's own, the median
+over conversations of each one's ratio; its interval is a bootstrap over conversations. For other
+hardware the acceptance that was measured goes through a roofline (`foretell.bench.roofline`).
+"""
+
+from __future__ import annotations
+
+import random
+import shlex
+import statistics
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from foretell.bench.command import DEFAULT_SCHEMES
+from foretell.bench.report import Line, percentile, summarize
+from foretell.bench.roofline import Roofline
+from foretell.bench.run import PLAIN, Arm, BenchConfig, Measurement, measure
+from foretell.bench.workloads import Conversation, default_workload, pick, read_workload
+from foretell.config import EngineConfig, SpeculationConfig
+from foretell.drafters import check, schemes
+from foretell.llm import LLM
+from foretell.models.hub import packaged_head
+from foretell.models.loader import LoadedModel
+from foretell.progress import progress_bar
+
+WORTH = 1.03
+"""A speed-up whose interval does not reach above that is none."""
+BATCHES = (1, 4, 16)
+PREDICTED = (1, 4, 16, 64, 256)
+_RESAMPLED = 2000
+_ALWAYS = ",adaptive=false"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One scheme at one load."""
+
+    scheme: str
+    batch: int
+    speedup: float
+    low: float
+    """Of a 90% interval."""
+    high: float
+    tau: float
+    """Of drafts that are always made, as is the acceptance."""
+    acceptance: list[float]
+    """[depth] of the drafts that reached a depth how many were accepted there too."""
+    depth: int
+    """Draft tokens that pay at this load, by what steps cost here; 0 for none."""
+
+
+def advise(
+    given: SequenceOf[str],
+    config: BenchConfig,
+    engine: EngineConfig,
+    *,
+    prompts: Path | None = None,
+    sample: int = 8,
+    batches: SequenceOf[int] = BATCHES,
+    predict: Roofline | None = None,
+    console: Console | None = None,
+) -> list[Finding]:
+    """Measures, prints a recommendation with the flags to paste, and returns what it rests on.
+
+    Args:
+        given: schemes, as ``--speculation`` writes them; those worth trying if empty.
+        prompts: the user's own; None is the package's workload.
+        sample: conversations that are asked.
+        batches: conversations at once that are tried.
+        predict: other hardware.
+
+    Raises:
+        ValueError: an option, the file of prompts or the model is wrong.
+    """
+    console = console or Console()
+    conversations = _sample(read_workload(prompts) if prompts else default_workload(), sample)
+    llms, fixed = _open(given, engine, max(batches))
+    plain = next(iter(llms.values()))
+    room = plain.engine.runtime.max_model_len
+    arms = [Arm(PLAIN, plain, speculate=False), *(Arm(text, llm) for text, llm in llms.items())]
+    always = [Arm(text + _ALWAYS, llm) for text, llm in fixed.items()]
+    findings: list[Finding] = []
+    drafts: dict[str, Line] = {}
+    context = 0
+    for batch in batches:
+        asked = _at_once(conversations, batch)
+        with progress_bar(f"{batch} at once", len(asked)) as advance:
+            both = arms if drafts else [*arms, *always]
+            found = measure(both, asked, replace(config, batch=batch), room, advance)
+        if not found.answers:
+            raise ValueError("nothing was measured: no prompt fits into the context")
+        lines = {line.scheme: line for line in summarize(found, both) if line.category == "all"}
+        drafts = drafts or {text: lines.get(text + _ALWAYS, lines[text]) for text in llms}
+        lengths = [a.num_prompt_tokens + a.num_tokens // 2 for a in found.answers]
+        context = round(statistics.fmean(lengths))
+        for text, llm in llms.items():
+            findings.append(_finding(text, batch, drafts[text], found, llm, context))
+    _print(console, findings, config, engine, prompts)
+    if predict is not None:
+        _print_prediction(console, findings, predict, context)
+    return findings
+
+
+def _sample(conversations: list[Conversation], count: int) -> list[Conversation]:
+    """First turns, evenly over the file, all of one category."""
+    if count < 1:
+        raise ValueError(f"sample={count}: must be 1 or more conversations")
+    whole = [replace(c, category="all", turns=c.turns[:1]) for c in conversations]
+    return pick(whole, count)
+
+
+def _at_once(conversations: list[Conversation], batch: int) -> list[Conversation]:
+    """As they are if there are enough for a batch, else as many as it takes, again and again."""
+    count = max(len(conversations), batch)
+    again = [conversations[i % len(conversations)] for i in range(count)]
+    return [replace(c, id=f"{c.id}.{i}") for i, c in enumerate(again)]
+
+
+def _open(
+    given: SequenceOf[str], engine: EngineConfig, most: int
+) -> tuple[dict[str, LLM], dict[str, LLM]]:
+    """An engine for each scheme, and one more that always drafts, where that can be had."""
+    engine = engine.with_(speculation=None, prefix_caching=False)
+    slots = max(most, engine.max_num_seqs)
+    rows = max(slots, engine.max_num_batched_tokens)
+    engine = engine.with_(max_num_seqs=slots, max_num_batched_tokens=rows)
+    options = {field.name: getattr(engine, field.name) for field in fields(engine)}
+    del options["model"], options["speculation"]
+    llms, fixed = dict[str, LLM](), dict[str, LLM]()
+    target: str | LoadedModel = engine.model
+    if not given:
+        plain = LLM(target, **options)
+        target = plain.target
+        heads = [name for name in schemes() if packaged_head(name, target.config.sizes)]
+        given = (*DEFAULT_SCHEMES, *heads)
+    for text in dict.fromkeys(given):
+        speculation = SpeculationConfig.parse(text)
+        if speculation is None:
+            raise ValueError(f"speculation {text!r}: name a scheme to look at")
+        check(speculation)
+        llms[text] = LLM(target, speculation=speculation, **options)
+        target = llms[text].target
+        if speculation.adaptive and not speculation.also:
+            always = replace(speculation, adaptive=False)
+            fixed[text] = LLM(target, speculation=always, **options)
+    return llms, fixed
+
+
+def _finding(
+    text: str, batch: int, line: Line, found: Measurement, llm: LLM, context: int
+) -> Finding:
+    ratios = _ratios(found, text)
+    low, high = bootstrap(ratios)
+    depth = _depth(llm, line.acceptance, batch, context)
+    speedup = statistics.median(ratios) if ratios else 0.0
+    return Finding(text, batch, speedup, low, high, line.tau, line.acceptance, depth)
+
+
+def _ratios(found: Measurement, scheme: str) -> list[float]:
+    """Each conversation's decoding speed over plain decoding's."""
+    speeds: dict[tuple[str, str], float] = {}
+    for answer in found.answers:
+        if sum(answer.gaps) > 0:
+            speeds[answer.arm, answer.id] = len(answer.gaps) / sum(answer.gaps)
+    return [
+        speed / speeds[PLAIN, name]
+        for (arm, name), speed in speeds.items()
+        if arm == scheme and (PLAIN, name) in speeds
+    ]
+
+
+def bootstrap(ratios: SequenceOf[float], seed: int = 0) -> tuple[float, float]:
+    """A 90% interval of the median."""
+    rng = random.Random(seed)
+    if not ratios:
+        return 0.0, 0.0
+    medians = [statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(_RESAMPLED)]
+    return percentile(medians, 5), percentile(medians, 95)
+
+
+def _depth(llm: LLM, acceptance: SequenceOf[float], batch: int, context: int) -> int:
+    """The depth that gives most by what the controller has learnt of this machine."""
+    assert llm.engine.drafting
+    if llm.engine.drafting.controller is None:  # whoever asked for a fixed length gets it
+        return llm.engine.drafting.k
+    costs = llm.engine.drafting.controller.costs
+    attention = costs.keys((context * batch, 0))
+    best, chosen, reached, tokens = batch / (costs.base(batch) + attention), 0, 1.0, 1.0
+    for depth, chance in enumerate(acceptance, 1):
+        reached *= chance
+        tokens += reached
+        counts = (1, depth * costs.reach(context * batch), depth * batch)
+        took = costs.propose[0](counts) + costs.observe[0]((1, tokens * batch))
+        took += costs.base(batch * (1 + depth)) + attention
+        took += costs.keys((0, context * batch * depth))
+        if tokens * batch / took > best:
+            best, chosen = tokens * batch / took, depth
+    return chosen
+
+
+def _print(
+    console: Console,
+    findings: list[Finding],
+    config: BenchConfig,
+    engine: EngineConfig,
+    prompts: Path | None,
+) -> None:
+    say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
+    say(f"{'at once':>7}  {'speed-up':>8}  {'90%':>11}  {'tau':>4}  {'depth':>5}  scheme")
+    for f in findings:
+        interval = f"{f.low:.2f}-{f.high:.2f}"
+        say(
+            f"{f.batch:7}  {f.speedup:7.2f}x  {interval:>11}  {f.tau:4.2f}  {f.depth:5}  {f.scheme}"
+        )
+    first = findings[0].batch
+    best = max((f for f in findings if f.batch == first), key=lambda f: f.speedup)
+    if best.low < WORTH:
+        rates = "-".join(f"{rate:.0%}" for rate in best.acceptance[:1]) or "none"
+        say(
+            f"\nDon't speculate: the best scheme, {best.scheme}, gives {best.speedup:.2f}x "
+            f"({best.low:.2f}-{best.high:.2f}) at {first} at once. Of its first draft tokens "
+            f"{rates} are accepted, tau is {best.tau:.2f}: too little for what drafts cost here."
+        )
+        return
+    pays = [f.batch for f in findings if f.scheme == best.scheme and f.low >= WORTH]
+    upto = max(pays)
+    flags = f"--model {shlex.quote(engine.model)} --weights {engine.weights} "
+    flags += f"--speculation {shlex.quote(best.scheme)}"
+    say(
+        f"\nUse {best.scheme}: {best.speedup:.2f}x ({best.low:.2f}-{best.high:.2f}) at {first} at "
+        f"once. It pays up to {upto} at once of those tried; above, its controller turns it off."
+    )
+    say(f"\n  foretell serve {flags}")
+    check_with = f"--prompts {shlex.quote(str(prompts))} " if prompts else ""
+    say(
+        f"  foretell bench {flags} {check_with}--max-tokens {config.max_tokens} "
+        f"--temperature {config.temperature:g}    # to see for yourself"
+    )
+
+
+def _print_prediction(
+    console: Console, findings: list[Finding], roofline: Roofline, context: int
+) -> None:
+    say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
+    say(f"\nExtrapolated, not measured. {roofline.assumptions}.")
+    say(f"{'at once':>7}  {'speed-up':>8}  {'depth':>5}  scheme   ({context} tokens of context)")
+    first = findings[0].batch
+    for f in (f for f in findings if f.batch == first):
+        for batch in PREDICTED:
+            speedup, depth = roofline.speedup(f.scheme, f.acceptance, batch, context)
+            say(f"{batch:7}  {speedup:7.2f}x  {depth:5}  {f.scheme}")

@@ -1,0 +1,207 @@
+"""What steps cost on this machine, measured once by taking some.
+
+The engine steps a few answers of no meaning with budgets given beforehand, and its controller
+learns from their times as it does from all others. What it learnt is kept in the cache directory,
+for each model, weight format, scheme, number of threads and processor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import random
+import time
+from collections.abc import Generator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import foretell
+from foretell.attention.pool import num_threads
+from foretell.config import home
+from foretell.engine.drafting import Drafting
+from foretell.engine.engine import Engine
+from foretell.engine.metrics import Metrics
+from foretell.engine.scheduler import Item
+from foretell.models.loader import LoadedModel
+from foretell.sequence import SamplingParams, Sequence
+from foretell.spec.costs import Costs
+from foretell.spec.seats import Grant, Seat
+from foretell.spec.tree import TokenTree, chains
+
+MOST_SECONDS = 3.0
+"""After that no larger batch is tried."""
+_REPEATS = 4
+_PROMPT = 24
+_NODES = (0, 1, 2, 3, 4, 8, 16, 32)
+
+
+class _Quickest(Costs):
+    """Keeps the quickest of like measurements: what else goes on only ever makes steps slower."""
+
+    def __init__(self, with_model: SequenceOf[bool]) -> None:
+        super().__init__(with_model)
+        self.best: dict[tuple[Any, ...], tuple[float, tuple[Any, ...]]] = {}
+
+    def learn_target(self, rows: int, keys: int, more_keys: int, seconds: float) -> None:
+        self._keep(("target", rows), seconds, (rows, keys, more_keys))
+
+    def learn_propose(
+        self, scheme: int, levels: int, nodes: int, keys: int, seconds: float
+    ) -> None:
+        self._keep(("propose", scheme, levels, nodes), seconds, (scheme, levels, nodes, keys))
+
+    def learn_observe(self, scheme: int, tokens: int, seconds: float) -> None:
+        self._keep(("observe", scheme, tokens), seconds, (scheme, tokens))
+
+    def _keep(self, what: tuple[Any, ...], seconds: float, counts: tuple[Any, ...]) -> None:
+        if what not in self.best or seconds < self.best[what][0]:
+            self.best[what] = (seconds, counts)
+
+    def teach(self, costs: Costs) -> None:
+        """Lets others learn what was kept."""
+        for _ in range(_REPEATS):
+            for (kind, *_), (seconds, counts) in sorted(self.best.items(), key=lambda b: str(b[0])):
+                getattr(costs, f"learn_{kind}")(*counts, seconds)
+
+
+@dataclass
+class _Given:
+    """Budgets decided beforehand."""
+
+    grant: Grant
+    room: int
+    """Positions that a sequence may have."""
+
+    def choose(self, seats: SequenceOf[Seat], rows: int) -> list[Grant]:
+        """The same for each sequence, as far as it may."""
+        out: list[Grant] = []
+        for seat in seats:
+            nodes = max(0, min(self.grant.nodes, rows // len(seats), self.room - seat.keys - 1))
+            out.append(Grant(nodes, min(self.grant.depth, nodes), self.grant.scheme))
+        return out
+
+
+def calibrate(engine: Engine, target: LoadedModel) -> None:
+    """Gives an engine's controller its costs, from the cache directory or by measuring.
+
+    Args:
+        target: whose path and format name the costs.
+    """
+    drafting = engine.drafting
+    if drafting is None or drafting.controller is None:
+        return
+    path = home() / "costs" / f"{_name(engine, target)}.json"
+    costs = drafting.controller.costs
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        costs.restore(json.loads(path.read_text()))
+        return
+    with torch.inference_mode():
+        _measure(engine, drafting, costs)
+    drafting.use(costs)  # what it learnt of acceptance means nothing
+    engine.scheduler.budget = drafting.budget
+    with contextlib.suppress(OSError):
+        _write(path, costs)
+
+
+def processor() -> str:
+    """The processor's name."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _name(engine: Engine, target: LoadedModel) -> str:
+    assert engine.drafting
+    schemes = [drafter.config for drafter in engine.drafting.drafters]
+    facts = (foretell.__version__, str(target.path), target.weights, num_threads(), processor())
+    return hashlib.sha256(repr((facts, schemes, engine.rule)).encode()).hexdigest()[:24]
+
+
+def _measure(engine: Engine, drafting: Drafting, costs: Costs) -> None:
+    assert drafting.controller
+    quickest = _Quickest([True] * len(drafting.drafters))
+    given = _Given(Grant(), engine.runtime.max_model_len - 1)
+    drafting.controller.costs, engine.scheduler.budget = quickest, given  # type: ignore[assignment]
+    began, slots = time.perf_counter(), engine.config.max_num_seqs
+    drafts, stand_in = drafting.propose, partial(_chains, engine.runtime.vocab_size)
+    try:
+        for batch in sorted({1, min(4, slots), min(8, slots)}):
+            if time.perf_counter() - began > MOST_SECONDS / 2:
+                break
+            with _running(engine, drafting, batch):
+                for grant, own in _sizes(drafting) * _REPEATS:
+                    # The target's rows must be there whether a scheme finds anything or not.
+                    drafting.propose = drafts if own else stand_in
+                    given.grant, drafting.seconds = grant, 0.0
+                    engine.step()
+                    if time.perf_counter() - began > MOST_SECONDS:
+                        return
+    finally:
+        drafting.learning, drafting.propose = True, drafts
+        quickest.teach(costs)
+        engine.cache.clear()
+        engine.metrics = Metrics()
+
+
+def _sizes(drafting: Drafting) -> list[tuple[Grant, bool]]:
+    """Budgets, and whether the scheme itself is to draft."""
+    assert drafting.controller
+    out = [(Grant(nodes, nodes), False) for nodes in _NODES]
+    for m, scheme in enumerate(drafting.controller.schemes):
+        rungs = list(zip(scheme.ladder.nodes, scheme.ladder.depth, strict=True))
+        picked = sorted({0, len(rungs) // 2, len(rungs) - 1})
+        out += [(Grant(*rungs[rung], m), True) for rung in picked]
+    return out
+
+
+def _chains(vocab_size: int, items: list[Item]) -> TokenTree:
+    """Drafts of no meaning."""
+    rng = random.Random(len(items[0].sequence.tokens))
+    drafts = [[rng.randrange(vocab_size) for _ in range(item.budget)] for item in items]
+    return chains([item.sequence.tokens[-1] for item in items], drafts)
+
+
+@contextlib.contextmanager
+def _running(engine: Engine, drafting: Drafting, batch: int) -> Generator[None]:
+    """So many answers at once, behind their prompts; they are gone afterwards."""
+    rng = random.Random(batch)
+    length = max(1, min(_PROMPT, engine.runtime.max_model_len // 4))
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    for number in range(batch):
+        words = [rng.randrange(engine.runtime.vocab_size) for _ in range(1 + length // 2)]
+        tokens = (words * 2)[:length]  # repeats itself, so that prompt lookup finds something
+        engine.add(Sequence(f"calibration-{number}", tokens, params, seed=number))
+    drafting.learning = False  # the first steps are those of prompts
+    for _ in range(3):
+        engine.step()
+    drafting.learning = True
+    try:
+        yield
+    finally:
+        for number in range(batch):
+            engine.abort(f"calibration-{number}")
+        engine.drain()
+
+
+def _write(path: Path, costs: Costs) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with part.open("w") as file:
+            json.dump(costs.state(), file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

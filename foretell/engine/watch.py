@@ -1,0 +1,138 @@
+"""What a drafter has yet to be shown.
+
+A drafter that is not asked need not be shown anything either: what became final is kept, and shown
+in one go when drafts are wanted. So a scheme that does not pay costs nothing, and one with KV of
+its own catches up at the price of a prompt. Features cannot be had again: they are kept, but not
+many of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from foretell.engine.cache import PageCache
+from foretell.sequence import Sequence
+from foretell.spec.drafter import Commit, Drafter
+
+MOST_ROWS = 512
+"""Tokens that a drafter is shown at once, so that a long prompt does not stall a step."""
+MOST_FEATURES = 64
+"""Rows of features that are kept of a sequence."""
+
+
+@dataclass(eq=False)
+class _Late:
+    """Of one sequence."""
+
+    sequence: Sequence
+    seen: int
+    """Positions that the drafter was shown: 0 .. seen - 1."""
+    features: list[Tensor] = field(default_factory=list[Tensor])  # [T, F] each, from ``seen`` on
+
+
+class Watch:
+    """One drafter's view of the text.
+
+    Args:
+        lazy: show nothing before it is wanted.
+        taps: the layers whose features the target gives, this drafter's among them.
+    """
+
+    def __init__(
+        self, drafter: Drafter, cache: PageCache, *, lazy: bool, taps: tuple[int, ...]
+    ) -> None:
+        self.drafter, self.cache, self.lazy, self.num_taps = drafter, cache, lazy, len(taps)
+        own = drafter.needs.features
+        self.columns = None if own in ((), taps) else [taps.index(layer) for layer in own]
+        """Which of the tapped layers are its own; None: all, as they are."""
+        self.with_features = bool(drafter.needs.features)
+        self.refills = lazy and drafter.needs.kv is not None and not self.with_features
+        """Can it fill in KV for tokens alone, so that pages may be shared without?"""
+        self._late: dict[int, _Late] = {}  # by slot
+
+    def note(self, commit: Commit) -> list[Sequence]:
+        """Takes in what became final.
+
+        Returns:
+            Sequences that must be shown now.
+        """
+        if not self.lazy:
+            self.drafter.observe(self._own(commit))
+            return []
+        urgent: list[Sequence] = []
+        row = 0
+        own = self._own(commit).features
+        for sequence, start, tokens in zip(
+            commit.sequences, commit.starts, commit.tokens, strict=True
+        ):
+            late = self._late.get(sequence.slot)
+            if late is None or late.sequence is not sequence:
+                if self.refills:  # pages of the prefix cache may lack the drafter's KV
+                    start = min(start, self.cache.num_observed(sequence))
+                late = self._late[sequence.slot] = _Late(sequence, start)
+            if own is not None:
+                late.features.append(own[row : row + len(tokens) - 1])
+                row += len(tokens) - 1
+                many = sequence.num_computed - late.seen >= MOST_FEATURES
+                if many or (sequence.finished and self.drafter.needs.kv):
+                    urgent.append(sequence)
+        return urgent
+
+    def behind(self, sequence: Sequence) -> int:
+        """Tokens that are final and were not shown."""
+        late = self._late.get(sequence.slot)
+        return sequence.num_computed - late.seen if late and late.sequence is sequence else 0
+
+    def shareable(self, sequence: Sequence) -> int:
+        """Position up to which a sequence's pages may be shared."""
+        if self.drafter.needs.kv is None or self.refills:
+            return sequence.num_computed
+        if not sequence.speculate:
+            return 0
+        return sequence.num_computed - self.behind(sequence)
+
+    def catch_up(self, sequences: list[Sequence]) -> int:
+        """Shows what is missing, `MOST_ROWS` tokens at most, the shortest first.
+
+        Returns:
+            How many tokens were shown.
+        """
+        room, shown = MOST_ROWS, list[tuple[_Late, int]]()
+        for sequence in sorted(sequences, key=self.behind):
+            late, count = self._late.get(sequence.slot), min(room, self.behind(sequence))
+            if late and count > 0:
+                if late.features:  # those cannot be cut into pieces
+                    count = self.behind(sequence)
+                shown.append((late, late.seen + count))
+                room -= count
+        if not shown:
+            return 0
+        parts = [part for late, _ in shown for part in late.features]
+        commit = Commit(
+            [late.sequence for late, _ in shown],
+            [late.seen for late, _ in shown],
+            [late.sequence.tokens[late.seen : end + 1] for late, end in shown],
+            torch.cat(parts) if parts else None,
+        )
+        self.drafter.observe(commit)
+        for late, end in shown:
+            if self.refills:
+                self.cache.set_observed(late.sequence, late.seen, end)
+            late.seen, late.features = end, []
+        return sum(len(tokens) - 1 for tokens in commit.tokens)
+
+    def forget(self, slots: list[int]) -> None:
+        """Sequences left these slots."""
+        self.drafter.forget(slots)
+        for slot in slots:
+            self._late.pop(slot, None)
+
+    def _own(self, commit: Commit) -> Commit:
+        features = commit.features if self.with_features else None
+        if features is not None and self.columns is not None:
+            layers = features.view(len(features), self.num_taps, -1)[:, self.columns]
+            features = layers.flatten(1)  # [sum T, F]
+        return Commit(commit.sequences, commit.starts, commit.tokens, features)

@@ -1,0 +1,171 @@
+"""One step's decision: the budgets that promise most tokens a second.
+
+Sizes are raised one rung at a time, always where a row of the target's pass is expected to give
+most, and the best prefix of that order wins: TurboSpec (2406.14066) with the order of DSpark
+(2607.05147).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+from foretell.spec.acceptance import Acceptance
+from foretell.spec.costs import Costs
+from foretell.spec.seats import Grant, Seat
+
+PAID_AT_ONCE = 4
+"""Tokens that a drafter is behind and catches up with in an ordinary step; what is more is an
+investment that pays over `PAID_BACK` steps."""
+PAID_BACK = 64
+
+
+class _Rung(NamedTuple):
+    """One more step up a sequence's ladder."""
+
+    worth: float
+    """Tokens for each row, never more than the rung below."""
+    tokens: float
+    rows: float
+    """Both times the chance that there is a draft."""
+    nodes: int
+    depth: int
+    """Of the tree with this rung."""
+
+
+class Choice:
+    """One step's decision.
+
+    Args:
+        schemes: [M]
+        seats: [B]
+        rows: most draft tokens in all.
+    """
+
+    def __init__(
+        self,
+        schemes: SequenceOf[Acceptance],
+        costs: Costs,
+        seats: SequenceOf[Seat],
+        rows: int,
+    ) -> None:
+        self.costs, self.seats, self.room = costs, seats, rows
+        self.attention = costs.keys((sum(seat.keys for seat in seats), 0))
+        self.plain = costs.base(len(seats)) + self.attention
+        # Whatever is chosen, a second is worth at least as much as in plain decoding.
+        self.slope = costs.slope(len(seats))
+        self.reach = costs.reach(sum(seat.keys for seat in seats))
+        least = len(seats) / self.plain * self.slope
+        self.rungs = [
+            [_rungs(scheme, m, seat, least) for seat in seats] for m, scheme in enumerate(schemes)
+        ]
+
+    def best(self, mixed: bool) -> tuple[float, list[Grant]]:
+        """Expected tokens a second, and the budgets [B]."""
+        batch, schemes = len(self.seats), range(len(self.rungs))
+        rate, counts, assigned = batch / self.plain, [0] * batch, [0] * batch
+        options = [[m] * batch for m in schemes]
+        for option in options:
+            if (found := self.fill(option))[0] > rate:
+                (rate, counts), assigned = found, option
+        if mixed and len(options) > 1 < batch:
+            option = self.each_best(rate)
+            if option not in options and (found := self.fill(option))[0] > rate:
+                (rate, counts), assigned = found, option
+        grants: list[Grant] = []
+        for b, (m, count) in enumerate(zip(assigned, counts, strict=True)):
+            rungs = self.rungs[m][b][:count]
+            nodes = sum(rung.nodes for rung in rungs)
+            depth = min(rungs[-1].depth, self.seats[b].limits[m].depth) if rungs else 0
+            grants.append(Grant(nodes, depth, m))
+        return rate, grants
+
+    def fill(self, assigned: list[int]) -> tuple[float, list[int]]:
+        """The best budgets if each sequence has the scheme [B] that it is given here.
+
+        Returns:
+            Expected tokens a second, and how many rungs each sequence gets [B].
+        """
+        costs, seats, batch = self.costs, self.seats, len(self.seats)
+        order = [
+            (-rung.worth, b, r)
+            for b, m in enumerate(assigned)
+            for r, rung in enumerate(self.rungs[m][b])
+        ]
+        order.sort()
+        propose = [terms.weights for terms in costs.propose]
+        observe = [terms.weights for terms in costs.observe]
+        per_key = costs.keys.weights[1]
+        levels = [0] * len(propose)
+        tokens, rows, drafting, room = float(batch), float(batch), self.attention, self.room
+        best, length = 0.0, 0
+        for place, (worth, b, r) in enumerate(order, 1):
+            if -worth < best * self.slope:  # nor is anything behind it
+                break
+            m, seat = assigned[b], seats[b]
+            rung = self.rungs[m][b][r]
+            room -= rung.nodes
+            if room < 0:
+                break
+            call, level, node = propose[m]
+            drafting += (node + per_key * seat.keys) * rung.rows
+            if rung.depth > levels[m]:  # all go level by level together
+                if not levels[m]:
+                    drafting += call + observe[m][0]
+                drafting += level * self.reach * (rung.depth - levels[m])
+                levels[m] = rung.depth
+            if not r:
+                drafting += observe[m][1] * _late(seat.behind[m])
+            tokens += rung.tokens
+            rows += rung.rows
+            rate = tokens / (costs.base(rows) + drafting)
+            if rate > best:
+                best, length = rate, place
+        counts = [0] * batch
+        for _, b, _ in order[:length]:
+            counts[b] += 1
+        return best, counts
+
+    def each_best(self, rate: float) -> list[int]:
+        """[B] the scheme that is worth most to each sequence where a second is worth ``rate``."""
+        costs, batch = self.costs, len(self.seats)
+        row = costs.slope(batch)
+        out: list[int] = []
+        for b, seat in enumerate(self.seats):
+            best, chosen = 0.0, 0
+            for m, of_all in enumerate(self.rungs):
+                call, level, node = costs.propose[m].weights
+                once, late = costs.observe[m].weights
+                net = -rate * ((call + once) / batch + late * _late(seat.behind[m]))
+                for rung in of_all[b]:
+                    net += rung.tokens - rate * ((row + node) * rung.rows)
+                    if net - rate * level * self.reach * rung.depth / batch > best:
+                        best, chosen = net - rate * level * self.reach * rung.depth / batch, m
+            out.append(chosen)
+        return out
+
+
+def _rungs(scheme: Acceptance, m: int, seat: Seat, least: float) -> list[_Rung]:
+    limit, ladder = seat.limits[m], scheme.ladder
+    if not limit.nodes:
+        return []
+    expected, found = scheme.expected(seat.slot, least)
+    out: list[_Rung] = []
+    tokens, nodes, worth = 0.0, 0, 1e9
+    for r, total in enumerate(expected):
+        size, depth = ladder.nodes[r], ladder.depth[r]
+        # A chain is never longer than what may still be emitted; a tree is cut there.
+        if size > limit.nodes or (ladder.is_chain and depth > limit.depth):
+            break
+        more = size - nodes
+        worth = min(worth, (total - tokens) / more)
+        if worth <= least:
+            break
+        out.append(_Rung(worth, found * (total - tokens), found * more, more, depth))
+        tokens, nodes = total, size
+    return out
+
+
+def _late(behind: int) -> float:
+    """Tokens to catch up with, as far as this step is to pay for them."""
+    return behind if behind <= PAID_AT_ONCE else PAID_AT_ONCE + (behind - PAID_AT_ONCE) / PAID_BACK

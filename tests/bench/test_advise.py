@@ -1,0 +1,128 @@
+"""Advice: what it recommends, how sure it is, and what it makes of other hardware."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from itertools import pairwise
+
+import pytest
+
+from foretell.bench.advise import Finding, _print, _print_prediction, bootstrap
+from foretell.bench.roofline import GPUS, Roofline, parse_hardware
+from foretell.bench.run import BenchConfig
+from foretell.bench.workloads import parse
+from foretell.cli import main
+from foretell.config import EngineConfig, SpeculationConfig
+
+
+class Page:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def print(self, text, **_) -> None:
+        self.lines += text.split("\n")
+
+
+def advice(*findings: Finding) -> list[str]:
+    page = Page()
+    _print(page, list(findings), BenchConfig(), EngineConfig(), None)  # type: ignore[arg-type]
+    return page.lines
+
+
+def found(scheme: str, batch: int, speedup: float, spread: float = 0.1) -> Finding:
+    return Finding(scheme, batch, speedup, speedup - spread, speedup + spread, 2.0, [0.7, 0.5], 3)
+
+
+def test_the_best_scheme_with_flags_that_can_be_pasted():
+    lines = advice(
+        found("eagle:k=3", 1, 1.8),
+        found("prompt-lookup:k=8", 1, 1.4),
+        found("eagle:k=3", 8, 1.2),
+        found("eagle:k=3", 32, 1.0),
+    )
+    text = "\n".join(lines)
+    assert "Use eagle:k=3: 1.80x (1.70-1.90) at 1 at once" in text
+    assert "up to 8 at once" in text
+    serve = next(line for line in lines if "foretell serve" in line)
+    words = shlex.split(serve)
+    config = SpeculationConfig.parse(words[words.index("--speculation") + 1])
+    assert config is not None
+    assert (config.method, config.k) == ("eagle", 3)
+
+
+def test_dont_where_it_might_be_nothing():
+    text = "\n".join(advice(found("prompt-lookup:k=8", 1, 1.1, spread=0.2)))
+    assert "Don't speculate" in text
+    assert "70%" in text  # why
+    assert "foretell serve" not in text
+
+
+def test_the_interval_is_narrower_with_more_prompts():
+    few, many = [1.0, 1.5, 2.0], [1.0, 1.5, 2.0] * 20
+    low, high = bootstrap(few)
+    assert (low, high) == (1.0, 2.0)
+    inner = bootstrap(many)
+    assert low <= inner[0] <= 1.5 <= inner[1] <= high
+    assert inner[1] - inner[0] < high - low
+    assert bootstrap([]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_a_roofline_has_its_two_sides(gpu):
+    line = Roofline(gpu, 8e9)
+    one, few, many = (line.seconds(rows, 0, rows) for rows in (1, 16, 4096))
+    assert few < 1.05 * one  # bound by reading weights
+    assert many > 4 * one  # bound by arithmetic
+    assert Roofline(gpu, 8e9, tp=4).seconds(1, 0, 1) < one
+    assert 30 <= line.layers <= 45
+    assert 75 <= Roofline(gpu, 70e9).layers <= 85
+
+
+def test_drafts_pay_less_the_more_run_at_once():
+    line = Roofline("H100", 70e9, 8)
+    ups = [line.speedup("eagle:k=5", [0.8] * 5, batch, 500) for batch in (1, 16, 64, 256, 1024)]
+    assert ups[0][0] > 2
+    assert ups[-1] == (1.0, 0)
+    assert all(a[0] >= b[0] - 0.05 for a, b in pairwise(ups))
+    assert line.speedup("prompt-lookup:k=5", [0.0] * 5, 1, 500) == (1.0, 0)
+    page = Page()
+    _print_prediction(page, [found("eagle:k=5", 1, 2.0)], line, 500)  # type: ignore[arg-type]
+    text = "\n".join(page.lines)
+    assert "not measured" in text
+    assert "same acceptance" in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "gpu=H100", "gpu=H100,target=70", "gpu=H100,target=7B,tp=x", "gpu=H100,target=7B,x=1"],
+)
+def test_hardware_that_is_none(text):
+    with pytest.raises(ValueError, match="write for example"):
+        parse_hardware(text)
+
+
+def test_hardware():
+    assert parse_hardware("gpu=h100,target=70B,tp=8") == Roofline("H100", 70e9, 8)
+    assert parse_hardware("gpu=A100,target=500M") == Roofline("A100", 5e8)
+    with pytest.raises(ValueError, match="choose one of A100"):
+        parse_hardware("gpu=B300,target=70B")
+
+
+def test_logged_conversations_are_prompts():
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Hi"},
+        {"role": "user", "content": "Bye"},
+    ]
+    lines = [{"messages": messages}, {"custom_id": "7", "body": {"messages": messages[:2]}}]
+    found = parse("\n".join(json.dumps(line) for line in lines), "log")
+    assert [c.turns for c in found] == [("Hello", "Bye"), ("Hello",)]
+    with pytest.raises(ValueError, match="at least one message"):
+        parse(json.dumps({"messages": messages[:1]}), "log")
+
+
+def test_a_wrong_prediction_needs_no_model(capsys):
+    assert main(["advise", "--model", "./no", "--predict", "gpu=Z"]) == 2
+    assert "gpu=H100,target=70B" in capsys.readouterr().err

@@ -1,0 +1,206 @@
+"""Budgets and schemes that change from step to step: same text, and nothing gets lost."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+
+from foretell.config import SpeculationConfig
+from foretell.spec.seats import Grant, limit
+from tests import heads, tiny
+from tests.engine.test_same_text import PROMPTS, SETTINGS, plain, speculative
+from tests.fakes import Scripted
+
+SCHEMES = [
+    "prompt-lookup:k=8,ngram_min=1,adaptive=true",
+    "draft-model:weights=int4,k=4,adaptive=true",
+    "draft-model:weights=int4,depth=4,topk=3,nodes=14,adaptive=true",
+    f"{heads.scheme('eagle-norms')},k=3,adaptive=true",
+    f"{heads.scheme('medusa')},depth=4,topk=3,nodes=14,adaptive=true",
+    "tests.fakes:Hostile,k=63,adaptive=true",
+    "prompt-lookup:k=8,ngram_min=1+draft-model:weights=int4,k=4",
+    f"prompt-lookup:k=6,ngram_min=1+{heads.scheme('eagle3')},k=3+{heads.scheme('medusa')},k=4",
+]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    """Costs that other tests measured are nobody's business."""
+    monkeypatch.setattr("foretell.engine.calibrate.home", lambda: tmp_path)
+
+
+class Restless:
+    """Grants at random: often none, often to another scheme than the step before."""
+
+    def __init__(self, seed: int, mixed: bool = True) -> None:
+        self.rng, self.mixed = random.Random(seed), mixed
+
+    def choose(self, seats, rows):
+        grants = []
+        one = self.rng.randrange(len(seats[0].limits))
+        for seat in seats:
+            m = self.rng.randrange(len(seat.limits)) if self.mixed else one
+            most, depth = seat.limits[m]
+            nodes = min(self.rng.randint(0, most), rows) if self.rng.random() < 0.4 else 0
+            rows -= nodes
+            grants.append(Grant(nodes, min(depth, nodes), m))
+        return grants
+
+
+def restless(scheme: str, name: str, seed: int = 0, **options):
+    llm = speculative(scheme, name, **options)
+    llm.engine.scheduler.budget = Restless(seed, not llm.engine.drafting.sampled)
+    return llm
+
+
+@pytest.mark.parametrize("name", ["greedy", "seeded", "penalties"])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=range(len(SCHEMES)))
+def test_the_text_whatever_is_chosen(scheme, name):
+    for seed, options in ((0, {}), (1, {"max_num_seqs": 3, "max_num_batched_tokens": 66})):
+        llm = restless(scheme, name, seed, **options)
+        for _ in range(2):  # the second time through the prefix cache
+            results = llm.generate(PROMPTS, SETTINGS[name])
+            assert tiny.ids(results) == plain(name)
+        assert sum(result.stats.drafted for result in results) > 0
+        assert not llm.engine.metrics.drafter_errors, llm.engine.metrics.last_drafter_error
+        tiny.check_idle(llm)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=range(len(SCHEMES)))
+def test_the_text_under_the_controller(scheme):
+    llm = speculative(scheme, "greedy")
+    for _ in range(2):
+        assert tiny.ids(llm.generate(PROMPTS, tiny.greedy())) == plain("greedy")
+    assert not llm.engine.metrics.drafter_errors, llm.engine.metrics.last_drafter_error
+    tiny.check_idle(llm)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_greedy_text_under_sampled_drafts(rule):
+    scheme = f"draft-model:weights=int4,k=4,verification={rule}+prompt-lookup:k=6,ngram_min=1"
+    for seed in (0, 1):
+        llm = restless(scheme, "greedy", seed)
+        assert tiny.ids(llm.generate(PROMPTS, tiny.greedy())) == plain("greedy")
+        assert not llm.engine.metrics.drafter_errors
+
+
+@pytest.mark.parametrize("name", ["greedy", "seeded"])
+@pytest.mark.parametrize("options", [{}, {"page_size": 1}, {"max_num_seqs": 3}])
+def test_a_drafter_that_caught_up_is_as_good_as_one_that_watched(name, options):
+    """The target drafting for itself is never refused, however long it was not shown anything and
+    whoever filled the pages that it shares."""
+    llm = restless("draft-model:weights=target,k=4,adaptive=true", name, **options)
+    shown = []
+    watch = llm.engine.drafting.watches[0]
+    catch_up = watch.catch_up
+
+    def spy(sequences):
+        shown.append(sum(watch.behind(sequence) for sequence in sequences))
+        return catch_up(sequences)
+
+    watch.catch_up = spy
+    for _ in range(3):  # through pages with and without the draft's KV
+        results = llm.generate(PROMPTS, SETTINGS[name])
+        assert tiny.ids(results) == plain(name)
+        assert all(result.stats.accepted == result.stats.drafted for result in results)
+        assert sum(result.stats.drafted for result in results) > 20
+    assert any(result.stats.num_cached_tokens for result in results)
+    assert max(shown) > 30
+
+
+def test_pages_are_shared_though_the_draft_never_saw_them():
+    llm = tiny.llm("draft-model:weights=int4,k=4,adaptive=true")
+    llm.engine.scheduler.budget = Never()
+    prompt = list(range(2, 42))
+    forward = llm.engine.runtime.forward
+    llm.engine.runtime.forward = lambda *_: pytest.fail("the draft was run")
+    for _ in range(2):
+        result = llm.generate([prompt], tiny.greedy(max_tokens=8))[0]
+    assert result.stats.num_cached_tokens == 36
+    llm.engine.runtime.forward = forward
+    tiny.check_idle(llm)
+
+
+class Never:
+    def choose(self, seats, rows):
+        return [Grant() for _ in seats]
+
+
+def test_a_head_that_is_off_keeps_few_features_and_its_pages():
+    llm = tiny.llm(f"{heads.scheme('eagle3')},k=3,adaptive=true")
+    llm.engine.scheduler.budget = Never()
+    watch, most = llm.engine.drafting.watches[0], 0
+    [sequence] = llm.sequences(list(range(2, 12)), tiny.greedy(max_tokens=200), True)
+    llm.engine.add(sequence)
+    with torch.inference_mode():
+        while not sequence.finished:
+            llm.engine.step()
+            most = max(most, watch.behind(sequence))
+    assert 32 <= most < 64
+    again = llm.generate([sequence.tokens[:-1]], tiny.greedy(max_tokens=2))[0]
+    assert again.stats.num_cached_tokens > 190
+    tiny.check_idle(llm)
+
+
+def test_a_useless_draft_is_left_alone_and_a_perfect_one_used():
+    Scripted.answers = {
+        tuple(prompt): answer for prompt, answer in zip(PROMPTS, plain("greedy"), strict=True)
+    }
+    drafted = {}
+    for name in ("Oracle", "Hostile"):
+        llm = tiny.llm(f"tests.fakes:{name},k=5,adaptive=true", max_num_seqs=1)
+        for _ in range(3):
+            results = llm.generate(PROMPTS, tiny.greedy())
+        drafted[name] = sum(result.stats.drafted for result in results)
+        passes = sum(result.stats.num_passes for result in results)
+        assert name != "Oracle" or passes < 0.5 * 40 * len(PROMPTS)
+    assert drafted["Oracle"] > 10 * drafted["Hostile"]
+
+
+def test_costs_are_measured_once(tmp_path):
+    scheme = "prompt-lookup:k=4,adaptive=true"
+    first = tiny.llm(scheme).engine
+    (path,) = (tmp_path / "costs").iterdir()
+    assert first.metrics.num_steps == first.metrics.drafted == 0
+    assert not first.cache.idle
+    costs = json.loads(path.read_text())
+    again = tiny.llm(scheme).engine.drafting.controller.costs
+    assert again.state()["rows"] == pytest.approx(costs["rows"])
+    path.write_text("{}")  # damaged: measured anew
+    tiny.llm(scheme)
+    assert json.loads(path.read_text())["seen"]
+    tiny.llm("prompt-lookup:k=5,adaptive=true")
+    assert len(list((tmp_path / "costs").iterdir())) == 2
+
+
+def test_two_schemes_with_kv_are_refused():
+    with pytest.raises(ValueError, match="draft-model and draft-model both keep KV"):
+        tiny.llm("draft-model:weights=int4,k=2+draft-model:weights=target,k=3")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prompt-lookup:k=2+prompt-lookup:adaptive=false", "adaptive is said with the first"),
+        ("prompt-lookup:k=2,adaptive=false+medusa:model=x", "one scheme only"),
+        ("prompt-lookup:adaptive=maybe", "true or false"),
+        ("prompt-lookup+medusa:verification=block", "verification is said with the first"),
+    ],
+)
+def test_what_cannot_be_said(text, message):
+    with pytest.raises(ValueError, match=message):
+        SpeculationConfig.parse(text)
+
+
+def test_what_can_be_said():
+    both = SpeculationConfig.parse("prompt-lookup:k=3+eagle:model=/a+b/c,k=2")
+    assert both is not None
+    assert (both.method, both.k) == ("prompt-lookup", 3)
+    assert [(s.method, s.k, s.options) for s in both.also] == [("eagle", 2, {"model": "/a+b/c"})]
+    auto = tiny.llm("auto:adaptive=true").config.speculation
+    assert auto is not None
+    assert (auto.method, auto.k, auto.also) == ("prompt-lookup", 8, ())
+    assert limit(3, 9, 5, 2) == (3, 1)
