@@ -84,7 +84,7 @@ def start(**options: Any) -> LLM:
 
 def let_draft(llm: LLM, scheme: str | None) -> Any:
     """Gives an engine another scheme. The other ranks do not notice: they know of no draft."""
-    speculation = SpeculationConfig.parse(scheme) if scheme else None
+    speculation = SpeculationConfig.parse(tiny.fixed(scheme) or "none")
     runtime, config = llm.engine.runtime, llm.config.with_(speculation=speculation)
     drafter = build(speculation, runtime) if speculation else None
     runtime.taps = drafter.needs.features if drafter else ()
