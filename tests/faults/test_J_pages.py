@@ -122,7 +122,8 @@ def test_J3_no_write_leaves_its_own_pages(k, monkeypatch):
     # The pool is nearly full, so that neighbours are adjacent and scratch is scarce.
     tree = f"draft-model:weights=int4,depth=4,topk=3,nodes={3 * k}"
     for scheme in (SELF, tree, "tests.fakes:Bushy", "tests.fakes:Hostile"):
-        llm = tiny.llm(f"{scheme},k={k}", max_num_seqs=4, **SHORT)
+        own = "" if scheme == tree else f",k={k}"
+        llm = tiny.llm(f"{scheme}{own}", max_num_seqs=4, **SHORT)
         witness = Witness(llm)
         results = llm.generate(prompts, params)
         assert tiny.ids(results) == plain

@@ -202,7 +202,7 @@ def test_what_would_not_be_computed_faithfully_is_refused(changes, says):
 @pytest.mark.parametrize("method", ["eagle", "mtp"])
 def test_heads_with_ordinary_layers_are_made_for_such_a_target(method, tmp_path):
     path = save(make("v3"), tmp_path / "model")
-    head = new_head(FrozenTarget.open(str(path)), method, norms=True)
+    head = new_head(method, FrozenTarget.open(str(path)))
     assert isinstance(head, TrainableHead)
     (tmp_path / "head").mkdir()
     heads.write(head_tensors(head), head_config(head), tmp_path / "head")

@@ -100,7 +100,7 @@ def test_each_sequence_gets_the_scheme_that_pays_for_it():
     assert used[0].count(0) > 0.8 * len(used[0])
     assert used[1].count(1) > 0.6 * len(used[1])
     alone = World([copier()], lambda step: 2)
-    assert together > 1.1 * alone.run(400, controller(alone))
+    assert together > 1.03 * alone.run(400, controller(alone))
 
 
 def test_a_scheme_that_begins_to_pay_is_found_again():
