@@ -81,6 +81,15 @@ class SpeculationConfig:
                 f"verification={self.verification!r}: choose one of "
                 + ", ".join(get_args(Verification))
             )
+        if not isinstance(self.adaptive, bool):
+            raise ValueError(f"adaptive={self.adaptive!r}: must be True or False")
+        if not all(isinstance(each, SpeculationConfig) for each in self.also):
+            raise ValueError("also: must be SpeculationConfigs, or join schemes by + in one text")
+        if self.method == "auto" and (self.also or self.options):
+            raise ValueError(
+                "auto chooses schemes and options itself: leave the rest out, or name "
+                "a scheme in its place"
+            )
         if self.also and not self.adaptive:
             raise ValueError("adaptive=false: goes with one scheme only, leave the others out")
         if not 0 < self.threshold <= 1:
@@ -125,6 +134,8 @@ class SpeculationConfig:
             if name in given:
                 raise ValueError(f"speculation {text!r}: {name} is given twice")
             given[name] = value.strip()
+        if method == "auto" and "k" in given:
+            raise ValueError(f"speculation {text!r}: auto chooses k itself, leave it out")
         adaptive = given.pop("adaptive", "true").lower()
         if adaptive not in ("true", "false"):
             raise ValueError(f"speculation {text!r}: adaptive must be true or false")

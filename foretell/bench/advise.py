@@ -34,6 +34,8 @@ WORTH = 1.03
 """A speed-up whose interval does not reach above that is none."""
 BATCHES = (1, 4, 16)
 PREDICTED = (1, 4, 16, 64, 256)
+FEW = 5
+"""With fewer prompts a bootstrap knows nothing of what others are like."""
 _RESAMPLED = 2000
 _ALWAYS = ",adaptive=false"
 
@@ -94,6 +96,8 @@ def advise(
         with progress_bar(f"{batch} at once", len(asked)) as advance:
             both = arms if drafts else [*arms, *always]
             found = measure(both, asked, replace(config, batch=batch), room, advance)
+        if not found.complete:
+            raise KeyboardInterrupt  # advice from half a measurement is none
         if not found.answers:
             raise ValueError("nothing was measured: no prompt fits into the context")
         lines = {line.scheme: line for line in summarize(found, both) if line.category == "all"}
@@ -103,6 +107,8 @@ def advise(
         for text, llm in llms.items():
             findings.append(_finding(text, batch, drafts[text], found, llm, context))
     _print(console, findings, config, engine, prompts)
+    if len(conversations) < FEW:
+        console.print(f"\nOnly {len(conversations)} prompts: the intervals say little.")
     if predict is not None:
         _print_prediction(console, findings, predict, context)
     return findings
@@ -164,16 +170,18 @@ def _finding(
 
 
 def _ratios(found: Measurement, scheme: str) -> list[float]:
-    """Each conversation's decoding speed over plain decoding's."""
+    """Each conversation's decoding speed over plain decoding's. One that was asked several times
+    to fill a batch counts once: its answers are alike, and would make the interval too narrow."""
     speeds: dict[tuple[str, str], float] = {}
     for answer in found.answers:
         if sum(answer.gaps) > 0:
             speeds[answer.arm, answer.id] = len(answer.gaps) / sum(answer.gaps)
-    return [
-        speed / speeds[PLAIN, name]
-        for (arm, name), speed in speeds.items()
-        if arm == scheme and (PLAIN, name) in speeds
-    ]
+    ratios: dict[str, list[float]] = {}
+    for (arm, name), speed in speeds.items():
+        if arm == scheme and (PLAIN, name) in speeds:
+            whole = name.rpartition(".")[0]  # see `_at_once`
+            ratios.setdefault(whole, []).append(speed / speeds[PLAIN, name])
+    return [statistics.median(each) for each in ratios.values()]
 
 
 def bootstrap(ratios: SequenceOf[float], seed: int = 0) -> tuple[float, float]:

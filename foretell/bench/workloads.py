@@ -86,6 +86,10 @@ def _conversation(row: Any, number: int) -> Conversation:
         raise ValueError("'turns' must be a list of at least one message")
     if not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise ValueError("every turn must be text that is not empty")
+    try:
+        "".join(turns).encode()
+    except UnicodeEncodeError:
+        raise ValueError("half of a character (a lone surrogate) in a turn") from None
     name = next((row[key] for key in ("question_id", "id") if row.get(key) is not None), number)
     category = next((row[key] for key in ("task", "category", "bench") if row.get(key)), "all")
     return Conversation(str(name), str(category), tuple(turns))

@@ -73,6 +73,8 @@ def expand(config: SpeculationConfig, target: LoadedModel) -> SpeculationConfig:
     if config.method != AUTO:
         return config
     heads = [name for name in schemes() if packaged_head(name, target.config.sizes)]
+    if not config.adaptive:  # nobody chooses
+        heads = []
     also = tuple(replace(config, method=name, k=SpeculationConfig.k) for name in heads[:1])
     return replace(config, method="prompt-lookup", k=8, also=also)
 

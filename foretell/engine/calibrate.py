@@ -100,7 +100,8 @@ def calibrate(engine: Engine, target: LoadedModel) -> None:
         return
     path = home() / "costs" / f"{_name(engine, target)}.json"
     costs = drafting.controller.costs
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    damaged = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
+    with contextlib.suppress(OSError, *damaged):
         costs.restore(json.loads(path.read_text()))
         return
     with torch.inference_mode():

@@ -46,8 +46,14 @@ class Tokenizer:
 
         Args:
             add_special: put what the model expects around a text (a begin-of-text token).
+
+        Raises:
+            ValueError: the text holds half of a character.
         """
-        return self.inner.encode(text, add_special_tokens=add_special).ids
+        try:
+            return self.inner.encode(text, add_special_tokens=add_special).ids
+        except TypeError:
+            raise ValueError("the text holds half of a character (a lone surrogate)") from None
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Text of token ids, spaces as they are."""

@@ -185,7 +185,8 @@ class Costs:
     def restore(self, state: dict[str, Any]) -> None:
         """
         Raises:
-            ValueError, KeyError, TypeError: not what `state` gave for the same schemes.
+            ValueError, KeyError, TypeError, OverflowError: not what `state` gave for the same
+                schemes.
         """
         rows, seen = _positive(state["rows"], len(KNOTS)), [int(n) for n in state["seen"]]
         keys = _positive(state["keys"], 2)
@@ -193,7 +194,7 @@ class Costs:
         observe = [_positive(each, 2) for each in state["observe"]]
         if not len(self.propose) == len(propose) == len(observe) or len(seen) != len(KNOTS):
             raise ValueError("costs of other schemes")
-        self.rows, self.seen = rows, [min(n, 8) for n in seen]
+        self.rows, self.seen = rows, [max(0, min(n, 8)) for n in seen]
         groups = [(self.keys, keys), *zip(self.propose, propose, strict=True)]
         for terms, weights in [*groups, *zip(self.observe, observe, strict=True)]:
             terms.weights, terms.seen = weights, 8
@@ -212,6 +213,7 @@ def _between(rows: float) -> tuple[int, float]:
 
 def _positive(values: Any, count: int) -> list[float]:
     numbers = [float(value) for value in values]
-    if len(numbers) != count or not all(0 <= number < 1e6 for number in numbers):
+    # What costs nothing could never be corrected, and is divided by.
+    if len(numbers) != count or not all(1e-15 < number < 1e6 for number in numbers):
         raise ValueError("not costs")
     return numbers

@@ -12,7 +12,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -121,26 +121,6 @@ class Checkpoints:
         hidden = self.path / f".step-{step:08d}.removed"
         self.directory(step).rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
-
-
-def alone(directory: Path) -> TextIO:
-    """A lock on a directory, held until the file that is returned is closed or the process ends.
-
-    Raises:
-        ValueError: another process holds it.
-    """
-    import fcntl
-
-    directory.mkdir(parents=True, exist_ok=True)
-    file = (directory / ".lock").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise ValueError(
-            f"{directory}: another process fits a head there; wait or stop it"
-        ) from None
-    return file
 
 
 def sync(directory: Path) -> None:

@@ -162,10 +162,10 @@ def draft_ids(path: str | None, vocab_size: int) -> Tensor | None:
         raise ValueError(
             f"{path} is no list of token ids: make one with foretell train draft-vocab"
         )
-    ids = torch.tensor(sorted(given))
-    if ids[0] < 0 or ids[-1] >= vocab_size or len(ids.unique()) < len(ids):
+    ids = sorted(set(given))
+    if ids[0] < 0 or ids[-1] >= vocab_size or len(ids) < len(given):
         raise ValueError(f"{path}: token ids must differ and be from 0 to {vocab_size - 1}")
-    return ids
+    return torch.tensor(ids)
 
 
 def split(

@@ -70,7 +70,7 @@ def _message(given: Any) -> Message:
         raise Dropped("a message is not a JSON object")
     if "from" in given:
         given = {"role": given["from"], "content": given.get("value")}
-        if given["role"] not in _SPEAKERS:
+        if not isinstance(given["role"], str) or given["role"] not in _SPEAKERS:
             raise Dropped("unknown speaker")
         given["role"] = _SPEAKERS[given["role"]]
     if not isinstance(given.get("role"), str):
@@ -152,9 +152,10 @@ def encode_text(text: Any, tokenizer: Tokenizer) -> Sample:
     if not isinstance(text, str):
         raise Dropped("text is not a string")
     try:
-        ids = tokenizer.encode(text)
+        text.encode()  # the tokenizer would raise a TypeError
     except UnicodeEncodeError:
         raise Dropped("half of a character (a lone surrogate)") from None
+    ids = tokenizer.encode(text)
     if len(ids) < 3 or not text.strip():
         raise Dropped("empty")
     return Sample(np.array(ids, dtype=np.int32), ((1, len(ids)),), given=True)

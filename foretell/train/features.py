@@ -16,7 +16,7 @@ from foretell.llm import LLM
 from foretell.progress import progress_bar
 from foretell.train.batches import PackedBatches, Text
 from foretell.train.config import FeaturesConfig
-from foretell.train.files import target_digest
+from foretell.train.files import alone, target_digest
 from foretell.train.recorder import Recorded, open_recorder, record
 from foretell.train.regenerate import check_target
 from foretell.train.samples import Sample, read_samples
@@ -152,8 +152,14 @@ def compute_features(plan: Plan, llm: LLM, shard_bytes: int, run: Path) -> None:
 
     Raises:
         OSError: the disk is full, by the file's name; running it again goes on from there.
+        ValueError: another process writes in this run.
     """
-    directory, index = run / _DIRECTORY, plan.index
+    with alone(run):
+        _compute(plan, llm, shard_bytes, run / _DIRECTORY)
+
+
+def _compute(plan: Plan, llm: LLM, shard_bytes: int, directory: Path) -> None:
+    index = plan.index
     index.write(directory)
     if index.online:
         return

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from foretell.models.hub import resolve
 from foretell.models.loader import open_source
@@ -99,6 +99,24 @@ class Lines:
         with _named(self.path):
             os.fsync(self._file.fileno())
             self._file.close()
+
+
+def alone(directory: Path) -> TextIO:
+    """A lock on a directory, held until the file that is returned is closed or the process ends.
+
+    Raises:
+        ValueError: another process holds it.
+    """
+    import fcntl
+
+    directory.mkdir(parents=True, exist_ok=True)
+    file = (directory / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise ValueError(f"{directory}: another process writes there; wait or stop it") from None
+    return file
 
 
 def _whole_lines(path: Path) -> int:

@@ -115,15 +115,19 @@ class Metrics:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a metrics.jsonl; a last line that a killed process left unfinished is skipped."""
+    """The rows of a metrics.jsonl; from a line that is none, such as a last one that a killed
+    process left unfinished, nothing is read."""
     if not path.exists():
         return []
     rows: list[Row] = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text("utf-8", errors="replace").splitlines():
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
             break
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int) or "loss" not in row:
+            break
+        rows.append(row)
     return rows
 
 

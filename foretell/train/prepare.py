@@ -22,7 +22,7 @@ from foretell.train.conversations import (
     encode_text,
     read_conversation,
 )
-from foretell.train.files import file_digest, target_digest, write_json, write_whole
+from foretell.train.files import alone, file_digest, target_digest, write_json, write_whole
 from foretell.train.samples import Sample
 
 _NAMED = 5
@@ -107,7 +107,8 @@ def prepare(config: PrepareConfig, run: Path, files: Sequence[Path]) -> Prepared
                 break
     if not out.samples:
         raise ValueError(f"not one row could be kept: {out.table()}")
-    _write(config, run, out)
+    with alone(run):
+        _write(config, run, out)
     return out
 
 
@@ -128,14 +129,19 @@ def _lines(files: Sequence[Path]) -> Iterator[tuple[str, str, bytes]]:
 def _sample(line: bytes, tokenizer: Tokenizer, end_ids: tuple[int, ...], source: str) -> Sample:
     try:
         row = json.loads(line)
-    except ValueError:  # UnicodeDecodeError is one
+    except (ValueError, RecursionError):  # UnicodeDecodeError is one
         raise Dropped("malformed JSON") from None
     if isinstance(row, dict) and "text" in row:
         sample = encode_text(row["text"], tokenizer)
-        return replace(sample, source=str(row.get("source") or source))
+        return replace(sample, source=_source(row, source))
     messages, waiting = read_conversation(row)
     sample = encode_conversation(messages, tokenizer, end_ids, waiting)
-    return replace(sample, source=str(row.get("source") or source))
+    return replace(sample, source=_source(row, source))
+
+
+def _source(row: dict[str, Any], default: str) -> str:
+    """Where a row is from; half characters could not be written."""
+    return str(row.get("source") or default).encode(errors="replace").decode()
 
 
 def _fitted(sample: Sample, max_len: int) -> list[Sample]:

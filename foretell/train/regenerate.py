@@ -110,8 +110,9 @@ def regenerate(engine_config: EngineConfig, config: RegenerateConfig, run: Path)
     llm = LLM(**{name: getattr(engine_config, name) for name in EngineConfig.__dataclass_fields__})
     todo = list(read_samples(samples, llm.engine.runtime.vocab_size))
     out = Answers(len(todo))
-    write_json(path.with_suffix(".json"), settings)
     with Lines(path) as lines:
+        _check_settings(path, settings)  # whoever held the lock may have begun with others
+        write_json(path.with_suffix(".json"), settings)
         done = {sample.index for sample in read_samples(path, llm.engine.runtime.vocab_size)}
         out.num_kept = len(done)
         todo = [sample for sample in todo if sample.index not in done]

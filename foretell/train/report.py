@@ -27,7 +27,16 @@ def write_report(run: Path) -> Path:
     if not rows and found is None:
         raise ValueError(f"{run}: neither fit/metrics.jsonl nor evaluation.json is here")
     path = run / "report.html"
-    write_whole(path, page(run.resolve().name, rows, found).encode())
+    try:
+        html = page(run.resolve().name, rows, found)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        if found is None:
+            raise
+        raise ValueError(
+            f"{evaluation} is damaged ({type(error).__name__}: {error}): run foretell train "
+            "evaluate again"
+        ) from error
+    write_whole(path, html.encode())
     return path
 
 

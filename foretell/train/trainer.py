@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 from foretell.spec.training import Loss, Rule, TrainingBatch
-from foretell.train.checkpoints import Checkpoints, alone, sync
+from foretell.train.checkpoints import Checkpoints, sync
+from foretell.train.files import alone
 from foretell.train.fit_config import FitConfig
 from foretell.train.metrics import Display, Metrics, Row, Tally
 from foretell.train.parallel import LossOf, Ranks, exchange, settle, spread

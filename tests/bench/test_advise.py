@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import shlex
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from foretell.bench.advise import Finding, _print, _print_prediction, bootstrap
+from foretell.bench import advise as advising
+from foretell.bench.advise import Finding, _print, _print_prediction, _ratios, bootstrap
 from foretell.bench.roofline import GPUS, Roofline, parse_hardware
-from foretell.bench.run import BenchConfig
+from foretell.bench.run import PLAIN, BenchConfig, Measurement
 from foretell.bench.workloads import parse
 from foretell.cli import main
 from foretell.config import EngineConfig, SpeculationConfig
+from tests.train import rig
 
 
 class Page:
@@ -66,6 +70,36 @@ def test_the_interval_is_narrower_with_more_prompts():
     assert low <= inner[0] <= 1.5 <= inner[1] <= high
     assert inner[1] - inner[0] < high - low
     assert bootstrap([]) == (0.0, 0.0)
+
+
+def test_a_prompt_that_was_asked_again_to_fill_a_batch_counts_once():
+    def answer(arm: str, name: str, gap: float) -> Any:
+        return SimpleNamespace(arm=arm, id=name, gaps=[gap] * 4)
+
+    names = ["a.b.0", "x.1", "a.b.2", "x.3"]
+    answers = [answer(PLAIN, name, 2.0) for name in names]
+    answers += [answer("s", name, 1.0 if name[0] == "a" else 4.0) for name in names]
+    assert _ratios(Measurement(answers=answers), "s") == [2.0, 0.5]
+
+
+def test_no_advice_from_half_a_measurement_and_little_trust_in_one_prompt(tmp_path, monkeypatch):
+    model = rig.write_model(tmp_path / "m")
+    monkeypatch.setenv("FORETELL_HOME", str(tmp_path / "home"))
+    (tmp_path / "one.jsonl").write_text('{"prompt": "abcabcabc"}')
+    page = Page()
+
+    def advise() -> None:
+        advising.advise(
+            ["prompt-lookup:k=3"], BenchConfig(max_tokens=4), rig.engine(model),
+            prompts=tmp_path / "one.jsonl", batches=[1], console=page,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    advise()
+    assert "Only 1 prompts" in "\n".join(page.lines)
+    cut = Measurement(complete=False)
+    monkeypatch.setattr(advising, "measure", lambda *_: cut)
+    with pytest.raises(KeyboardInterrupt):
+        advise()
 
 
 @pytest.mark.parametrize("gpu", GPUS)

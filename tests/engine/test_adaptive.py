@@ -8,7 +8,9 @@ import random
 import pytest
 import torch
 
+from foretell import drafters
 from foretell.config import SpeculationConfig
+from foretell.spec.costs import KNOTS
 from foretell.spec.seats import Grant, limit
 from tests import heads, tiny
 from tests.engine.test_same_text import PROMPTS, SETTINGS, plain, speculative
@@ -176,6 +178,41 @@ def test_costs_are_measured_once(tmp_path):
     assert len(list((tmp_path / "costs").iterdir())) == 2
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rows": [0] * len(KNOTS)},
+        {"propose": [[0, 0, 0]]},
+        {"observe": [[1e-300, 1e-300]]},
+        {"rows": [10**400] * len(KNOTS)},
+        {"seen": [float("inf")] * len(KNOTS)},
+        {"rows": {str(i): 1 for i in range(len(KNOTS))}},
+        "[" * 100_000,
+        b"\xff\xfe",
+        "[]",
+    ],
+    ids=range(9),
+)
+def test_damaged_costs_are_measured_anew(changes, tmp_path):
+    scheme = "prompt-lookup:k=4,adaptive=true"
+    want = tiny.ids(tiny.llm(scheme).generate(PROMPTS[:2], tiny.greedy()))
+    (path,) = (tmp_path / "costs").iterdir()
+    if isinstance(changes, dict):
+        changes = json.dumps(json.loads(path.read_text()) | changes)
+    damaged = changes if isinstance(changes, bytes) else changes.encode()
+    path.write_bytes(damaged)
+    assert tiny.ids(tiny.llm(scheme).generate(PROMPTS[:2], tiny.greedy())) == want
+    assert path.read_bytes() != damaged
+
+
+def test_costs_seen_less_than_never_count_as_not_seen(tmp_path):
+    scheme = "prompt-lookup:k=4,adaptive=true"
+    tiny.llm(scheme)
+    (path,) = (tmp_path / "costs").iterdir()
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"seen": [-1] * len(KNOTS)}))
+    assert tiny.llm(scheme).generate(PROMPTS[:1], tiny.greedy())[0].token_ids
+
+
 def test_two_schemes_with_kv_are_refused():
     with pytest.raises(ValueError, match="draft-model and draft-model both keep KV"):
         tiny.llm("draft-model:weights=int4,k=2+draft-model:weights=target,k=3")
@@ -188,11 +225,20 @@ def test_two_schemes_with_kv_are_refused():
         ("prompt-lookup:k=2,adaptive=false+medusa:model=x", "one scheme only"),
         ("prompt-lookup:adaptive=maybe", "true or false"),
         ("prompt-lookup+medusa:verification=block", "verification is said with the first"),
+        ("auto+medusa:model=x", "auto chooses schemes and options itself"),
+        ("auto:ngram_min=1", "auto chooses schemes and options itself"),
+        ("auto:k=3", "auto chooses k itself"),
     ],
 )
 def test_what_cannot_be_said(text, message):
     with pytest.raises(ValueError, match=message):
         SpeculationConfig.parse(text)
+
+
+@pytest.mark.parametrize("given", [{"adaptive": "false"}, {"also": ("eagle",)}])
+def test_what_cannot_be_said_in_python(given):
+    with pytest.raises(ValueError, match="must be"):
+        SpeculationConfig(method="prompt-lookup", **given)
 
 
 def test_what_can_be_said():
@@ -204,3 +250,13 @@ def test_what_can_be_said():
     assert auto is not None
     assert (auto.method, auto.k, auto.also) == ("prompt-lookup", 8, ())
     assert limit(3, 9, 5, 2) == (3, 1)
+
+
+def test_auto_takes_a_packaged_head_where_somebody_chooses(monkeypatch):
+    monkeypatch.setattr(
+        drafters, "packaged_head", lambda method, sizes: "head" if method == "eagle" else None
+    )
+    auto = drafters.expand(SpeculationConfig(method="auto"), tiny.model())
+    assert [each.method for each in (auto, *auto.also)] == ["prompt-lookup", "eagle"]
+    always = drafters.expand(SpeculationConfig(method="auto", adaptive=False), tiny.model())
+    assert (always.method, always.adaptive, always.also) == ("prompt-lookup", False, ())

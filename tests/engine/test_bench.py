@@ -74,6 +74,7 @@ def test_reads_the_formats_of_spec_bench_edits_and_vicuna() -> None:
     [
         ("{", "not JSON"),
         ("[1]", "not an object"),
+        ('{"prompt": "\\ud800"}', "half of a character"),
         ("{}", "neither 'turns' nor 'prompt'"),
         ('{"turns": []}', "at least one message"),
         ('{"turns": {"a": 1}}', "at least one message"),

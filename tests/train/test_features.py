@@ -17,6 +17,7 @@ from foretell.train import features as stage
 from foretell.train import store
 from foretell.train.config import FeaturesConfig
 from foretell.train.features import compute_features, open_batches, plan_features
+from foretell.train.files import alone
 from tests import tiny
 from tests.models.tiny import Cache
 from tests.train import rig
@@ -238,6 +239,14 @@ def test_a_store_that_is_not_whole_is_refused(model, run):
         index.write_text(text)
         with pytest.raises(ValueError, match=says):
             open_batches(run)
+
+
+def test_a_second_writer_is_refused(model, run):
+    plan, llm = plan_features(rig.engine(model), CONFIG, run)
+    with alone(run), pytest.raises(ValueError, match="another process writes there"):
+        compute_features(plan, llm, 3000, run)
+    assert not (run / "features").exists()
+    compute_features(plan, llm, 3000, run)
 
 
 # ---- disk

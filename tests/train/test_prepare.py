@@ -15,7 +15,7 @@ from foretell.models.hub import resolve
 from foretell.models.loader import open_source
 from foretell.models.tokenizer import Tokenizer
 from foretell.train.conversations import Dropped, encode_conversation, read_conversation
-from foretell.train.files import read_lines
+from foretell.train.files import alone, read_lines
 from tests.train import rig
 
 # In the form of the models' own: roles in headers, texts trimmed or not, a system message where
@@ -211,6 +211,34 @@ def test_a_question_is_never_cut_in_half(model, tmp_path):
     (row,) = rig.read_rows(tmp_path / "samples.jsonl")
     assert row["spans"] == [[7, 9]]
     assert len(row["tokens"]) == 9
+
+
+def test_odd_rows_are_dropped_and_odd_sources_written(model, tmp_path):
+    rows = [
+        {"conversations": [{"from": ["human"], "value": "a"}]},
+        '{"text": "abc\\udfffdef"}',
+        "[" * 100_000,
+        '{"prompt": "ok", "source": "\\ud800"}',
+    ]
+    out = rig.prepared(model, tmp_path, rows)
+    assert {reason: len(places) for reason, places in out.dropped.items()} == {
+        "unknown speaker": 1,
+        "half of a character (a lone surrogate)": 1,
+        "malformed JSON": 1,
+    }
+    assert rig.read_rows(tmp_path / "samples.jsonl")[0]["source"] == "?"
+
+
+def test_half_of_a_character_is_a_mistake_of_the_callers(model):
+    for text in ("a\ud800", "\udfff"):
+        with pytest.raises(ValueError, match="half of a character"):
+            Tokenizer.load(resolve(model)).encode(text)
+
+
+def test_two_at_once_do_not_mix_their_files(model, tmp_path):
+    with alone(tmp_path), pytest.raises(ValueError, match="another process writes there"):
+        rig.prepared(model, tmp_path, [{"prompt": "ok"}])
+    rig.prepared(model, tmp_path, [{"prompt": "ok"}])
 
 
 def test_limit_and_nothing_kept(model, tmp_path):

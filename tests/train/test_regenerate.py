@@ -205,6 +205,17 @@ def test_torn_lines_are_cut_off_and_two_writers_are_refused(tmp_path):
         assert path.read_text() == "{}\n" * (left + 1)
 
 
+def test_a_second_writer_does_not_change_what_the_first_said_of_its_answers(model, tmp_path):
+    rig.prepared(model, tmp_path, ROWS[:3])
+    regenerate(rig.engine(model), CONFIG, tmp_path)
+    path = tmp_path / "answers.jsonl"
+    path.write_text("")  # as before the first answer is there
+    before = path.with_suffix(".json").read_text()
+    with Lines(path), pytest.raises(ValueError, match="another process is writing"):
+        regenerate(rig.engine(model), RegenerateConfig(max_tokens=5), tmp_path)
+    assert path.with_suffix(".json").read_text() == before
+
+
 @pytest.mark.slow
 def test_killed_and_run_again(model, whole, tmp_path):
     rig.prepared(model, tmp_path, ROWS)

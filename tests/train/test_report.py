@@ -159,6 +159,22 @@ def test_a_head_that_counts_nothing_and_a_torn_line_are_no_trouble(tmp_path: Pat
     Balanced(write_report(run).read_text())
 
 
+@pytest.mark.parametrize("damaged", ["3", "{}", '{"step": 1}', '{"step": "x", "loss": 1}', "\xff"])
+def test_rows_that_are_none_are_left_out(damaged: str, tmp_path: Path) -> None:
+    (tmp_path / "fit").mkdir()
+    lines = f'{{"step": 1, "loss": 1.0}}\n{damaged}\n'
+    (tmp_path / "fit" / "metrics.jsonl").write_bytes(lines.encode("latin-1"))
+    Balanced(write_report(tmp_path).read_text())
+
+
+@pytest.mark.parametrize("damaged", ['{"engine": []}', "{}", '{"summary": [3]}', "[]"])
+def test_a_damaged_evaluation_is_one_line(damaged: str, tmp_path: Path) -> None:
+    (tmp_path / "evaluation.json").write_text(damaged)
+    with pytest.raises(ValueError, match=r"evaluation.json"):
+        write_report(tmp_path)
+    assert not (tmp_path / "report.html").exists()
+
+
 def test_tau_of_a_chain_adds_up_what_gets_through() -> None:
     assert expected_tau([0.5, 0.5, 0.5]) == pytest.approx(1 + 0.5 + 0.25 + 0.125)
     assert expected_tau([1.0, 1.0]) == 3

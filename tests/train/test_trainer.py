@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from foretell.spec.training import Rule
-from foretell.train.checkpoints import alone
+from foretell.train.files import alone
 from foretell.train.fit_config import FitConfig
 from foretell.train.metrics import read_rows
 from foretell.train.trainer import Trainer
@@ -201,7 +201,7 @@ def test_other_settings_are_refused_by_name(tmp_path):
 def test_two_processes_do_not_fit_into_one_directory(tmp_path):
     with alone(tmp_path):
         for restart in (False, True):
-            with pytest.raises(ValueError, match="another process fits a head there"):
+            with pytest.raises(ValueError, match="another process writes there"):
                 trainer(tmp_path, restart=restart).fit()
     trainer(tmp_path, max_steps=1).fit()
 
