@@ -31,7 +31,7 @@ from foretell.models.loader import LoadedModel
 from foretell.progress import progress_bar
 
 WORTH = 1.03
-"""A speed-up whose interval does not reach above that is none."""
+"""A speed-up pays if its whole interval lies above that."""
 BATCHES = (1, 4, 16)
 PREDICTED = (1, 4, 16, 64, 256)
 _RESAMPLED = 2000
@@ -164,16 +164,18 @@ def _finding(
 
 
 def _ratios(found: Measurement, scheme: str) -> list[float]:
-    """Each conversation's decoding speed over plain decoding's."""
+    """Each conversation's decoding speed over plain decoding's. What was asked again to fill a
+    batch counts once, with its median: copies say nothing new about other prompts."""
     speeds: dict[tuple[str, str], float] = {}
     for answer in found.answers:
         if sum(answer.gaps) > 0:
             speeds[answer.arm, answer.id] = len(answer.gaps) / sum(answer.gaps)
-    return [
-        speed / speeds[PLAIN, name]
-        for (arm, name), speed in speeds.items()
-        if arm == scheme and (PLAIN, name) in speeds
-    ]
+    ratios: dict[str, list[float]] = {}
+    for (arm, name), speed in speeds.items():
+        if arm == scheme and (PLAIN, name) in speeds:
+            conversation = name.rpartition(".")[0]  # as `_at_once` named it
+            ratios.setdefault(conversation, []).append(speed / speeds[PLAIN, name])
+    return [statistics.median(copies) for copies in ratios.values()]
 
 
 def bootstrap(ratios: SequenceOf[float], seed: int = 0) -> tuple[float, float]:
@@ -220,14 +222,25 @@ def _print(
             f"{f.batch:7}  {f.speedup:7.2f}x  {interval:>11}  {f.tau:4.2f}  {f.depth:5}  {f.scheme}"
         )
     first = findings[0].batch
-    best = max((f for f in findings if f.batch == first), key=lambda f: f.speedup)
+    # What surely pays goes before what may pay more.
+    best = max((f for f in findings if f.batch == first), key=lambda f: (f.low >= WORTH, f.speedup))
     if best.low < WORTH:
         rates = "-".join(f"{rate:.0%}" for rate in best.acceptance[:1]) or "none"
+        why = "too little for what drafts cost here"
+        if best.high >= WORTH:
+            why = "it may pay or not. More prompts (--sample), or a quieter machine, would tell"
         say(
             f"\nDon't speculate: the best scheme, {best.scheme}, gives {best.speedup:.2f}x "
             f"({best.low:.2f}-{best.high:.2f}) at {first} at once. Of its first draft tokens "
-            f"{rates} are accepted, tau is {best.tau:.2f}: too little for what drafts cost here."
+            f"{rates} are accepted, tau is {best.tau:.2f}: {why}."
         )
+        elsewhere = [f for f in findings if f.low >= WORTH]
+        if elsewhere:
+            f = max(elsewhere, key=lambda f: f.speedup)
+            say(
+                f"At {f.batch} at once {f.scheme} gives {f.speedup:.2f}x "
+                f"({f.low:.2f}-{f.high:.2f}): worth a try where that is the usual load."
+            )
         return
     pays = [f.batch for f in findings if f.scheme == best.scheme and f.low >= WORTH]
     upto = max(pays)
