@@ -165,7 +165,7 @@ class EngineConfig:
     weights: Weights = "int8"
     """int8 (default), bf16, f32 or int4."""
     speculation: SpeculationConfig | None = None
-    """Scheme with its options (prompt-lookup:k=8); none turns it off."""
+    """auto, a scheme with its options (prompt-lookup:k=8), several with + between them, or none."""
     max_num_seqs: int = 16
     """Sequences that run at once."""
     max_model_len: int | None = None
@@ -180,16 +180,22 @@ class EngineConfig:
     """Keep KV pages of ended requests and share them with requests that start alike."""
     threads: int | None = None
     """CPU threads; all cores if not given."""
+    tensor_parallel: int = 1
+    """Processes (ranks) that the target is spread over; its heads must divide by it."""
+    rank_timeout: float = 30.0
+    """Seconds without a sign of life after which a rank counts as lost."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", weight_format(self.weights))
         for name in ("max_model_len", "threads"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, whole(name, value))
-        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "tensor_parallel"):
             object.__setattr__(self, name, whole(name, getattr(self, name)))
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if not 1 <= self.rank_timeout < float("inf"):
+            raise ValueError(f"rank_timeout={self.rank_timeout}: must be 1 second or more")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len={self.max_model_len}: must be at least 2")
         if self.threads is not None and not 1 <= self.threads <= MAX_THREADS:

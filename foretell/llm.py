@@ -157,13 +157,14 @@ class LLM:
         self.engine.abort(request_id)
 
     def close(self) -> None:
-        """Drops what is in flight."""
+        """Drops what is in flight, and ends other ranks."""
         with self._lock:
             self.engine.drain()
             scheduler = self.engine.scheduler
             for sequence in [*scheduler.running, *scheduler.waiting]:
                 self.engine.abort(sequence.request_id)
             self.engine.drain()
+            self.engine.runtime.close()
 
     def __enter__(self) -> LLM:
         return self

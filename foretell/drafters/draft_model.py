@@ -166,10 +166,12 @@ class DraftModel(Drafter):
 
     def _load(self) -> LoadedModel:
         target: LoadedModel = self.runtime.target
-        if self.options.weights == "target":
+        same = self.options.weights == "target"
+        if same and target.is_whole:
             return target
         own = not self.options.model
         weights = self.options.weights or ("int4" if own else "int8")
+        weights = target.weights if same else weights
         spec = str(target.path) if own else self.options.model
         draft = load(spec, weights, max_model_len=self.runtime.max_model_len)
         if own:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from foretell.attention.compiler import have_compiler
 from foretell.attention.cpu import CpuAttention
 from foretell.attention.pool import num_threads, set_num_threads
@@ -14,9 +17,14 @@ from foretell.engine.calibrate import calibrate
 from foretell.engine.drafting import merge_needs
 from foretell.engine.engine import Engine
 from foretell.models.config import ModelConfig
-from foretell.models.loader import LoadedModel, load
+from foretell.models.hub import resolve
+from foretell.models.loader import LoadedModel, load, open_source
+from foretell.models.sharding import Shard
 from foretell.runtime.kv import num_pages_for, page_bytes
+from foretell.runtime.parallel import Leader, ParallelRuntime
+from foretell.runtime.rank import follow
 from foretell.runtime.runner import Runtime
+from foretell.runtime.torchrun import torchrun
 
 
 def build_engine(
@@ -29,6 +37,8 @@ def build_engine(
 
     Raises:
         ValueError: something does not exist, does not fit or does not go together.
+        RankError: another rank does not come or does not fit.
+        SystemExit: this is another rank than the first of torchrun's, and the first has ended.
     """
     set_num_threads(config.threads or num_threads())
     if config.speculation:
@@ -41,13 +51,18 @@ def build_engine(
                 f"max_model_len={config.max_model_len}: the model was made for {limit} tokens"
             )
 
+    leader = None
+    if config.tensor_parallel > 1:
+        leader = _lead(config, target, accept)
     if target is None:
-        length = config.max_model_len
-        target = load(config.model, config.weights, max_model_len=length, accept=accept)
+        target = load(
+            config.model, config.weights, max_model_len=config.max_model_len, accept=accept,
+            ranks=leader and leader.group,
+        )  # fmt: skip
     else:
         accept(target.config)
     max_model_len = config.max_model_len or target.config.max_position_embeddings
-    runtime = Runtime(
+    runtime = (Runtime if leader is None else partial(ParallelRuntime, leader=leader))(
         target,
         CpuAttention() if have_compiler() else ReferenceAttention(),
         max_num_seqs=config.max_num_seqs,
@@ -63,6 +78,8 @@ def build_engine(
         needs = merge_needs(drafters)
         runtime.taps, draft_group = needs.features, needs.kv
     groups = [runtime.target_group, *([draft_group] if draft_group else [])]
+    if leader is not None:  # they take their KV from the same memory
+        groups += [runtime.target_group] * (leader.group.neighbours - 1)
     num_pages = num_pages_for(
         config.kv_memory,
         page_bytes(groups, config.page_size),
@@ -70,7 +87,30 @@ def build_engine(
         config.max_num_seqs,
         max_model_len,
     )
+    if isinstance(runtime, ParallelRuntime):
+        num_pages = runtime.agree(num_pages)
     runtime.allocate(num_pages, draft_group)
     engine = Engine(config, runtime, drafters, frozenset(target.config.eos_token_ids))
     calibrate(engine, target)
     return engine, target
+
+
+def _lead(
+    config: EngineConfig, target: LoadedModel | None, accept: Callable[[ModelConfig], None]
+) -> Leader:
+    """Starts the other ranks. Where torchrun has started this one as another than the first, it
+    serves here until the first ends."""
+    if target is not None:
+        raise ValueError("tensor_parallel: give the model's name, each rank loads its own part")
+    model = open_source(resolve(config.model))[1]
+    accept(model)
+    Shard(
+        model, 0, config.tensor_parallel
+    )  # what does not divide is refused before anything starts
+    place = torchrun()
+    neighbours = place.neighbours if place else config.tensor_parallel
+    set_num_threads(max(1, num_threads() // neighbours))
+    if place and place.rank:
+        follow(config, place.group(config), None)
+        raise SystemExit(0)
+    return Leader(config, model)

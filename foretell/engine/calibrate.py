@@ -124,7 +124,10 @@ def processor() -> str:
 def _name(engine: Engine, target: LoadedModel) -> str:
     assert engine.drafting
     schemes = [drafter.config for drafter in engine.drafting.drafters]
-    facts = (foretell.__version__, str(target.path), target.weights, num_threads(), processor())
+    facts = (
+        *(foretell.__version__, str(target.path), target.weights, engine.config.tensor_parallel),
+        *(num_threads(), processor()),
+    )
     return hashlib.sha256(repr((facts, schemes, engine.rule)).encode()).hexdigest()[:24]
 
 

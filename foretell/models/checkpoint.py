@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,17 @@ FP8_BLOCK = 128
 """Rows and columns of a block of 8-bit floats that share a scale."""
 
 
+class Cut(NamedTuple):
+    """Part of a tensor: ``start`` to ``stop`` of its dimension ``axis``."""
+
+    axis: int
+    start: int
+    stop: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return tensor.narrow(self.axis, self.start, self.stop - self.start)
+
+
 class Source(Protocol):
     """A file or directory of tensors under Hugging Face's names."""
 
@@ -28,8 +39,8 @@ class Source(Protocol):
     """All that tensors and their shapes come from."""
     shapes: dict[str, tuple[int, ...]]
 
-    def read(self, name: str) -> Tensor:
-        """The tensor in any float dtype."""
+    def read(self, name: str, cut: Cut | None = None) -> Tensor:
+        """The tensor in any float dtype, or a part of it: no more is read then."""
         ...
 
 
@@ -168,12 +179,16 @@ class Safetensors:
                 raise ValueError(f"{file}: not a complete safetensors file ({error})") from None
         return self._open[1]
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, cut: Cut | None = None) -> Tensor:
         """
         Raises:
             ValueError: scales that do not fit their matrix.
         """
-        tensor = self._handle(self._files[name]).get_tensor(name)
+        handle = self._handle(self._files[name])
+        if cut is not None and name not in self._scales:
+            where = slice(cut.start, cut.stop)
+            return handle.get_slice(name)[where if cut.axis == 0 else (slice(None), where)]
+        tensor = handle.get_tensor(name)
         if name not in self._scales:
             return tensor
         scale = self._handle(self._files[name + _SCALE]).get_tensor(name + _SCALE).float()
@@ -185,7 +200,8 @@ class Safetensors:
             )
         for axis, size in enumerate(tensor.shape):
             scale = scale.repeat_interleave(FP8_BLOCK, axis).narrow(axis, 0, size)
-        return tensor.float() * scale
+        tensor = tensor.float() * scale
+        return tensor if cut is None else cut.of(tensor)
 
 
 class TorchFile:
@@ -207,8 +223,9 @@ class TorchFile:
                 reason = "it holds other Python objects, which are never loaded"
             raise ValueError(f"{path}: not a complete state dict of tensors ({reason})") from None
 
-    def read(self, name: str) -> Tensor:
-        return self._tensors[name]
+    def read(self, name: str, cut: Cut | None = None) -> Tensor:
+        tensor = self._tensors[name]
+        return tensor if cut is None else cut.of(tensor)
 
 
 class Part:

@@ -13,9 +13,17 @@ from foretell.models.config import ModelConfig
 from foretell.models.decoder import Decoder
 from foretell.models.deepseek import assemble_layer, convert_layer
 from foretell.models.layer import Layer
-from foretell.models.linear import PackedEmbedding, PackedLinear, packed_tensors, stored_linear
+from foretell.models.linear import (
+    Embedding,
+    Linear,
+    PackedEmbedding,
+    PackedLinear,
+    packed_tensors,
+    stored_linear,
+)
 from foretell.models.mla import LatentLayer
 from foretell.models.rope import Rope
+from foretell.models.sharding import GatheredLinear, Ranks, Shard, SharedEmbedding, SummedLinear
 
 _OUTPUTS = {
     "qkv": ("self_attn", ("q", "k", "v")),
@@ -72,9 +80,14 @@ def assemble(
     weights: Weights,
     tensors: Mapping[str, Tensor],
     max_model_len: int | None = None,
+    parallel: tuple[Shard, Ranks] | None = None,
 ) -> Decoder:
-    """The decoder of what `convert` made; it keeps the tensors without a copy."""
-    hidden, vocab = config.hidden_size, config.vocab_size
+    """The decoder of what `convert` made; it keeps the tensors without a copy.
+
+    Args:
+        parallel: whose part the tensors are and whom to share its products with; ``config`` then
+            has the part's sizes.
+    """
 
     def linear(name: str, kind: Weights, outputs: int, inputs: int) -> PackedLinear:
         return stored_linear(tensors, name, kind, (outputs, inputs))
@@ -95,16 +108,37 @@ def assemble(
             window=config.window(i),
         )
 
-    table = linear("embedding", _outer(weights), vocab, hidden)
+    embedding: Embedding
+    lm_head: Linear
+    embedding, lm_head = ends(config, weights, tensors)
+    layers = [layer(i) for i in range(config.num_layers)]
+    if parallel is not None:
+        shard, ranks = parallel
+        for each in layers:
+            assert isinstance(each, Layer)
+            each.o, each.down = SummedLinear(each.o, ranks), SummedLinear(each.down, ranks)
+        embedding = SharedEmbedding(embedding, shard, ranks)
+        lm_head = GatheredLinear(lm_head, shard, ranks)
+    rope = Rope(config, tensors.get("rope_factors"), max_model_len)
+    return Decoder(config, embedding, layers, tensors["norm"], lm_head, rope)
+
+
+def convert_ends(
+    source: Source, config: ModelConfig, weights: Weights
+) -> Iterator[tuple[str, Tensor]]:
+    """What `convert` yields for `ends`, and nothing else."""
+    for name, tensor in _ends(Checkpoint(source), config):
+        yield from packed_tensors(name, _outer(weights), tensor)
+
+
+def ends(
+    config: ModelConfig, weights: Weights, tensors: Mapping[str, Tensor]
+) -> tuple[PackedEmbedding, PackedLinear]:
+    """Embedding and output projection, which may be one matrix."""
+    kind, shape = _outer(weights), (config.vocab_size, config.hidden_size)
+    table = stored_linear(tensors, "embedding", kind, shape)
     tied = config.tie_embeddings
-    return Decoder(
-        config,
-        PackedEmbedding(table),
-        [layer(i) for i in range(config.num_layers)],
-        tensors["norm"],
-        table if tied else linear("lm_head", _outer(weights), vocab, hidden),
-        Rope(config, tensors.get("rope_factors"), max_model_len),
-    )
+    return PackedEmbedding(table), table if tied else stored_linear(tensors, "lm_head", kind, shape)
 
 
 def _outer(weights: Weights) -> Weights:

@@ -37,7 +37,7 @@ _ALIGN = 64
 """Bytes of a cache line and of the widest vector."""
 _MADE_BY = (
     *("checkpoint", "config", "convert", "deepseek", "deepseek_config", "gguf", "gguf_header"),
-    "quant",
+    *("quant", "sharding"),
 )
 """Modules that decide what a converted tensor is."""
 _ABANDONED = 3600

@@ -14,7 +14,7 @@ from foretell.attention.base import Attention, Layout
 from foretell.attention.rows import add_rms_norm, rms_norm
 from foretell.models.config import ModelConfig
 from foretell.models.layer import Layer
-from foretell.models.linear import Embedding, PackedLinear
+from foretell.models.linear import Embedding, Linear
 from foretell.models.mla import LatentLayer
 from foretell.models.rope import Rope
 from foretell.models.whole_pass import can_run, whole_pass
@@ -35,7 +35,7 @@ class Decoder:
         embedding: Embedding,
         layers: SequenceOf[Layer | LatentLayer],
         norm: Tensor,
-        lm_head: PackedLinear,
+        lm_head: Linear,
         rope: Rope,
     ) -> None:
         assert len(layers) == config.num_layers

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foretell.models.checkpoint import Cut
 from foretell.models.config import ModelConfig
 from foretell.models.gguf_header import Array, Entry, Header
 
@@ -96,26 +97,32 @@ class GGUF:
             found += [i for i, (name, kind) in pairs if kind == _CONTROL and name in _END_OF_TURN]
         return tuple(dict.fromkeys(found))
 
-    def read(self, name: str) -> Tensor:
-        """Float32, rows of q and k in Hugging Face's order."""
+    def read(self, name: str, cut: Cut | None = None) -> Tensor:
+        """Float32, rows of q and k in Hugging Face's order. A part of these is whole heads."""
         import gguf
 
         tensor = self._tensors[name]
         kind = gguf.GGMLQuantizationType(tensor.kind)
+        data, inside = self._header.tensor_data(tensor), None
+        if cut is not None and cut.axis < len(tensor.shape) - 1:
+            data = data[cut.start : cut.stop]
+        elif cut is not None:  # whole blocks of each row, and of those what is wanted
+            size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+            first, last = cut.start // size, -(-cut.stop // size)
+            data = np.ascontiguousarray(data[..., first * num_bytes : last * num_bytes])
+            inside = Cut(len(tensor.shape) - 1, cut.start - first * size, cut.stop - first * size)
         try:
-            values = gguf.quants.dequantize(self._header.tensor_data(tensor), kind)
+            values = gguf.quants.dequantize(data, kind)
         except NotImplementedError:
             raise ValueError(
                 f"{self.path}: tensor {tensor.name} is {kind.name}, which cannot be "
                 "read; use a file in Q8_0, Q4_K_M, Q4_0, Q4_1, F16 or BF16"
             ) from None
-        out = torch.from_numpy(np.require(values, np.float32, "W")).view(tensor.shape)
-        if self._permuted and (heads := self._heads(name)):
+        out = torch.from_numpy(np.require(values, np.float32, "W")).view(*data.shape[:-1], -1)
+        if inside is not None:
+            out = inside.of(out)
+        if self._permuted and (".q_proj." in name or ".k_proj." in name):
             # llama.cpp keeps the two halves of a head's rotary pairs side by side.
+            heads = len(out) // self.config.head_dim
             out = out.view(heads, -1, 2, *out.shape[1:]).transpose(1, 2).reshape(out.shape)
         return out
-
-    def _heads(self, name: str) -> int:
-        if ".q_proj." in name:
-            return self.config.num_heads
-        return self.config.num_kv_heads if ".k_proj." in name else 0

@@ -85,7 +85,7 @@ def load_eagle(
     ids = own_ids(names, settings, draft_vocab, path, target.config.vocab_size)
     head = Head(
         config=config,
-        embedding=target.model.embedding,
+        embedding=target.ends[0],
         layers=layers,
         lm_head=shared(target, ids),
         rope=Rope(config),
@@ -122,7 +122,7 @@ def load_eagle3(
     table = f"{root}embed_tokens.weight"
     if hidden == width:  # some exporters save a random one
         names.skip(table)
-        embedding = target.model.embedding
+        embedding = target.ends[0]
     else:
         whole = "int8" if weights == "int4" else weights
         embedding = PackedEmbedding(make_linear(whole, take(table, vocab, hidden)))

@@ -206,4 +206,5 @@ def rows_of(
 
 def shared(target: LoadedModel, ids: Tensor | None) -> Linear:
     """The target's output projection, or those rows of it."""
-    return target.model.lm_head if ids is None else target.model.lm_head.rows(ids)
+    lm_head = target.ends[1]
+    return lm_head if ids is None else lm_head.rows(ids)

@@ -12,11 +12,13 @@ import torch
 from foretell.config import Weights, weight_format
 from foretell.models.checkpoint import Safetensors, Source, read_json
 from foretell.models.config import ModelConfig
-from foretell.models.convert import assemble, convert
+from foretell.models.convert import assemble, convert, convert_ends, ends
 from foretell.models.converted_file import converted
 from foretell.models.decoder import Decoder
 from foretell.models.gguf import GGUF
 from foretell.models.hub import resolve
+from foretell.models.linear import PackedEmbedding, PackedLinear
+from foretell.models.sharding import Ranks, Shard, Sliced
 from foretell.models.tokenizer import Tokenizer
 from foretell.progress import progress_bar
 
@@ -29,6 +31,25 @@ class LoadedModel:
     config: ModelConfig
     path: Path
     weights: Weights
+
+    @property
+    def is_whole(self) -> bool:
+        """Is all of it here, or only one rank's part?"""
+        return self.model.config.num_heads == self.config.num_heads
+
+    @cached_property
+    def ends(self) -> tuple[PackedEmbedding, PackedLinear]:
+        """Embedding and output projection as a whole, for heads that share them. Of a model that
+        is spread over ranks they are read here once more: a draft runs on one rank."""
+        embedding, lm_head = self.model.embedding, self.model.lm_head
+        if isinstance(embedding, PackedEmbedding) and isinstance(lm_head, PackedLinear):
+            return embedding, lm_head
+        source, config = open_source(self.path)
+        tensors = converted(
+            self.path, f"{self.weights}.ends", source.files,
+            lambda: convert_ends(source, config, self.weights),
+        )  # fmt: skip
+        return ends(config, self.weights, tensors)
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -52,8 +73,9 @@ def load(
     max_model_len: int | None = None,
     accept: Callable[[ModelConfig], None] = lambda config: None,
     progress: bool = True,
+    ranks: Ranks | None = None,
 ) -> LoadedModel:
-    """Loads a model.
+    """Loads a model, or this rank's part of one.
 
     Args:
         spec: a short name (smollm2), a hub name (org/model), a directory or a .gguf file.
@@ -61,10 +83,11 @@ def load(
         max_model_len: context limit; only models with `dynamic` RoPE scaling depend on it.
         accept: called before any weight is read; refuses by a ValueError.
         progress: show a bar on stderr where converting takes over two seconds.
+        ranks: those that the model is spread over; only this one's slices are read.
 
     Raises:
         ValueError: nothing there, an unsupported model, or a tensor that is missing, left over,
-            there twice or of another shape.
+            there twice or of another shape; or it does not divide by the number of ranks.
     """
     path = resolve(spec)
     kind = weight_format(weights)
@@ -76,11 +99,15 @@ def load(
                 f"{config.vocab_size - 1}); correct it in the model's config"
             )
     accept(config)
+    part, name, parallel = config, str(kind), None
+    if ranks is not None:
+        shard = Shard(config, ranks.rank, ranks.world)
+        source, part, parallel = Sliced(source, shard), shard.config, (shard, ranks)
+        name = f"{kind}.{ranks.rank}of{ranks.world}"
     with progress_bar("converting weights", config.num_layers + 1, shown=progress) as advance:
-        tensors = converted(
-            path, kind, source.files, lambda: convert(source, config, kind, advance)
-        )
-    return LoadedModel(assemble(config, kind, tensors, max_model_len), config, path, kind)
+        tensors = converted(path, name, source.files, lambda: convert(source, part, kind, advance))
+    model = assemble(part, kind, tensors, max_model_len, parallel)
+    return LoadedModel(model, config, path, kind)
 
 
 def open_source(path: Path) -> tuple[Source, ModelConfig]:

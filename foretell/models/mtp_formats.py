@@ -65,7 +65,7 @@ def load_mtp(
     ids = own_ids(names, own, draft_vocab, path, vocab, prefix)
     head = Head(
         config=config,
-        embedding=target.model.embedding,
+        embedding=target.ends[0],
         layers=layers,
         lm_head=shared(target, ids),
         rope=Rope(config),

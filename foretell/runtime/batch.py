@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,9 @@ from torch import Tensor
 
 from foretell.attention.base import Layout
 from foretell.spec.drafter import Rows
+
+HEADER = 6
+"""Words that say how much of everything follows: rows, outputs, sequences, pages of each, moves."""
 
 
 @dataclass(frozen=True)
@@ -20,14 +24,24 @@ class Batch:
     tokens: Tensor  # [R] int32
     outputs: Tensor  # [O] int32, rows whose logits are wanted
     layout: Layout
+    moves: Tensor  # [2, M] int32, physical cells to copy from and to before the pass
 
 
-def pack(rows: Rows, page_table: np.ndarray, page_size: int, device: torch.device) -> Batch:
+def pack(
+    rows: Rows,
+    page_table: np.ndarray,
+    page_size: int,
+    moves: SequenceOf[SequenceOf[int]] = ((), ()),
+) -> np.ndarray:
     """Packs rows and the page tables they need.
 
     Args:
         rows: what to run, cells still logical.
         page_table: [max_num_seqs, max_pages] int32, physical pages by slot.
+        moves: physical cells to copy from and to, before the rows run.
+
+    Returns:
+        [num_words] int32, which `view` reads.
     """
     num_rows = len(rows)
     slots = sorted(set(rows.slots))
@@ -38,10 +52,12 @@ def pack(rows: Rows, page_table: np.ndarray, page_size: int, device: torch.devic
     cells = np.array(rows.cells, dtype=np.int32)
     pages, offsets = np.divmod(cells, page_size)
     cells = tables[row_seq, pages] * page_size + offsets
-
+    sizes = [num_rows, len(rows.outputs), len(slots), num_pages, len(moves[0]), 0]
+    assert len(sizes) == HEADER
     # Ancestors come first: 64-bit words at an even offset.
-    host = np.concatenate(
+    return np.concatenate(
         [
+            np.array(sizes, dtype=np.int32),
             np.array(rows.ancestors, dtype=np.uint64).view(np.int32),
             np.array(
                 [*rows.tokens, *rows.positions, *row_seq, *rows.prefix, *rows.base, *rows.outputs],
@@ -49,19 +65,29 @@ def pack(rows: Rows, page_table: np.ndarray, page_size: int, device: torch.devic
             ),
             cells,
             tables.ravel(),
+            np.array([*moves[0], *moves[1]], dtype=np.int32),
         ]
     )
-    sizes = [2 * num_rows, *([num_rows] * 5), len(rows.outputs), num_rows, tables.size]
-    buffer = torch.from_numpy(host).to(device)
-    ancestors, tokens, positions, seq, prefix, base, outputs, where, table = buffer.split(sizes)
+
+
+def view(words: np.ndarray, page_size: int, device: torch.device) -> Batch:
+    """A batch out of what `pack` made, copied to the device in one piece."""
+    num_rows, num_outputs, num_seqs, num_pages, num_moves, _ = words[:HEADER].tolist()
+    buffer = torch.from_numpy(words).to(device)
+    _, ancestors, tokens, positions, seq, prefix, base, outputs, cells, table, moves = buffer.split(
+        [
+            HEADER, 2 * num_rows, *([num_rows] * 5), num_outputs, num_rows, num_seqs * num_pages,
+            2 * num_moves,
+        ]
+    )  # fmt: skip
     layout = Layout(
         positions=positions,
-        cells=where,
+        cells=cells,
         row_seq=seq,
         prefix=prefix,
         ancestors=ancestors.view(torch.int64),
         base=base,
-        page_table=table.view(tables.shape),
+        page_table=table.view(num_seqs, num_pages),
         page_size=page_size,
     )
-    return Batch(buffer, tokens, outputs, layout)
+    return Batch(buffer, tokens, outputs, layout, moves.view(2, num_moves))

@@ -14,7 +14,7 @@ from foretell.attention.base import Attention
 from foretell.attention.compiler import have_compiler
 from foretell.models.head import Head
 from foretell.models.loader import LoadedModel
-from foretell.runtime.batch import pack
+from foretell.runtime.batch import Batch, pack, view
 from foretell.runtime.kv import KVPool
 from foretell.spec.drafter import KVGroup, Rows
 from foretell.spec.noise import gumbel
@@ -64,7 +64,7 @@ class Runtime:
     @property
     def target_group(self) -> KVGroup:
         """The target's layers in the page space."""
-        return self.target.config.kv_group(self.target.kv_dtype)
+        return self.target.model.config.kv_group(self.target.kv_dtype)  # of this rank's part
 
     def allocate(self, num_pages: int, draft: KVGroup | None) -> None:
         """Takes the memory for KV."""
@@ -78,17 +78,21 @@ class Runtime:
 
     def forward_target(self, rows: Rows) -> Output:
         """Runs the target; logits of ``rows.outputs`` in that order."""
-        return self._forward(self.target.model, "target", rows, self.taps)
+        return self.run_target(self._batch(rows))
+
+    def run_target(self, batch: Batch) -> Output:
+        """The same with rows that are packed."""
+        return self._run(self.target.model, "target", batch, self.taps)
 
     def forward(self, model: Any, rows: Rows) -> Tensor:
         """Runs a drafter's model over the drafter's layers: logits [O, V] float32."""
-        return self._forward(model, "draft", rows, ()).logits
+        return self._run(model, "draft", self._batch(rows), ()).logits
 
     @torch.inference_mode()
     def forward_head(self, head: Head, rows: Rows, features: Tensor) -> tuple[Tensor, Tensor]:
         """Runs a head over the drafter's layers: logits [O, Vd] and features [O, H], float32."""
         assert self.kv is not None
-        batch = pack(rows, self.page_table, self.page_size, self.device)
+        batch = self._batch(rows)
         self.attention.plan(batch.layout)
         return head.run(
             batch.tokens,
@@ -116,10 +120,15 @@ class Runtime:
         size, table = self.page_size, self.page_table[slot]
         return [int(table[cell // size]) * size + cell % size for cell in cells]
 
+    def close(self) -> None:
+        """Lets go of what outlives a pass. May be called twice."""
+
+    def _batch(self, rows: Rows) -> Batch:
+        return view(pack(rows, self.page_table, self.page_size), self.page_size, self.device)
+
     @torch.inference_mode()
-    def _forward(self, model: Any, group: str, rows: Rows, taps: tuple[int, ...]) -> Output:
+    def _run(self, model: Any, group: str, batch: Batch, taps: tuple[int, ...]) -> Output:
         assert self.kv is not None
-        batch = pack(rows, self.page_table, self.page_size, self.device)
         self.attention.plan(batch.layout)
         return Output(
             *model.run(

@@ -16,6 +16,7 @@ import torch
 
 from foretell.answer import Delta, Follower, Result
 from foretell.llm import LLM
+from foretell.runtime.ranks import RankError
 from foretell.sequence import Sequence
 from foretell.server.errors import ApiError
 
@@ -170,6 +171,8 @@ class Bridge:
                         self._wake.wait()
         except BaseException as error:
             self.stopped = "the engine has failed; see the server's log"
+            if isinstance(error, RankError):
+                self.stopped = f"the engine has failed: {error}"
             log.critical("the engine has failed", exc_info=error)
             raise
         finally:
@@ -181,6 +184,8 @@ class Bridge:
         try:
             self.engine.step()
             self._failures = 0
+        except RankError:  # no later step could do better
+            raise
         except Exception as error:
             log.error("a step failed", exc_info=error)
             self._failures += 1

@@ -14,6 +14,7 @@ import httpx2 as httpx
 import pytest
 
 from foretell.engine.detokenize import Detokenizer
+from foretell.runtime.ranks import RankError
 from foretell.sequence import SamplingParams
 from foretell.server.guard import JsonLines
 from tests.server import rig
@@ -248,6 +249,21 @@ def test_an_engine_that_died_says_so(monkeypatch):
         server.llm.engine.step = die
         check(server.post("/v1/completions", prompt="x"), 503)
         check(server.post("/v1/completions", prompt="x"), 503, code="unavailable")
+        assert server.http.get("/health").status_code == 503
+
+
+def test_a_lost_rank_ends_the_engine_and_is_named(monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda *_: None)
+    with rig.running() as server:
+
+        def lose():
+            raise RankError("rank 1 has ended by SIGKILL")
+
+        server.llm.engine.step = lose
+        for _ in range(2):
+            answer = server.post("/v1/completions", prompt="x")
+            assert answer.status_code == 503
+            assert "rank 1 has ended by SIGKILL" in answer.json()["error"]["message"]
         assert server.http.get("/health").status_code == 503
 
 

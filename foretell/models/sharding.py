@@ -1,0 +1,187 @@
+"""Tensor parallelism: which part of a model a rank has, and the products that ranks share.
+
+Shoeybi et al., *Megatron-LM* (1909.08053). A rank has some heads and some of the inner features:
+rows of q, k, v, gate and up, columns of o and down, whose products it sums with the others'. The
+vocabulary is cut into ranges of rows, for embedding and output projection alike. Where ranks
+exceed KV heads, several keep the same one. A rank's part is a smaller decoder of its own: what
+converts, packs and runs a whole one does so here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foretell.models.checkpoint import Cut, Source
+from foretell.models.config import ModelConfig
+from foretell.models.linear import Embedding, Linear
+
+
+class Ranks(Protocol):
+    """This process among those that run a model together. All must make the same calls."""
+
+    rank: int
+    world: int
+
+    def sum(self, x: Tensor) -> Tensor:
+        """x summed over ranks in the order of ranks, element by element: the same bits on all."""
+        ...
+
+    def gather(self, x: Tensor) -> SequenceOf[Tensor]:
+        """Every rank's x, of one shape, on rank 0; nothing on others."""
+        ...
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's part of a model.
+
+    Raises:
+        ValueError: something does not divide by the number of ranks.
+    """
+
+    whole: ModelConfig
+    rank: int
+    world: int
+
+    def __post_init__(self) -> None:
+        whole, world = self.whole, self.world
+        if whole.mla is not None:
+            raise ValueError(
+                f"tensor_parallel={world}: {whole.architecture} (latent attention) runs on one "
+                "rank only"
+            )
+        for name in ("num_heads", "intermediate_size"):
+            if (size := getattr(whole, name)) % world:
+                raise ValueError(
+                    f"tensor_parallel={world}: the model's {name}={size} does not divide by it; "
+                    + _remedy(whole)
+                )
+        if whole.num_kv_heads % world and world % whole.num_kv_heads:
+            raise ValueError(
+                f"tensor_parallel={world}: the model's num_kv_heads={whole.num_kv_heads} neither "
+                f"divides by it nor divides it; {_remedy(whole)}"
+            )
+        if self.vocab_part * (world - 1) >= whole.vocab_size:
+            raise ValueError(f"tensor_parallel={world}: more than {whole.vocab_size} tokens can do")
+
+    @property
+    def vocab_part(self) -> int:
+        """Tokens of a rank; the last one has what is left."""
+        return -(-self.whole.vocab_size // self.world)
+
+    @property
+    def first_token(self) -> int:
+        return self.rank * self.vocab_part
+
+    @property
+    def config(self) -> ModelConfig:
+        """Sizes of this rank's decoder; its vocabulary is the rows that it has of both ends."""
+        whole, world = self.whole, self.world
+        return replace(
+            whole,
+            num_heads=whole.num_heads // world,
+            num_kv_heads=max(1, whole.num_kv_heads // world),
+            intermediate_size=whole.intermediate_size // world,
+            vocab_size=min(self.vocab_part, whole.vocab_size - self.first_token),
+        )
+
+    def cut(self, name: str) -> Cut | None:
+        """This rank's part of a tensor by Hugging Face's name; None for all of it."""
+        mine, dim = self.config, self.whole.head_dim
+        first_kv = self.rank * self.whole.num_kv_heads // self.world
+        starts = {
+            "embed_tokens": (0, self.first_token, mine.vocab_size),
+            "lm_head": (0, self.first_token, mine.vocab_size),
+            "q_proj": (0, self.rank * mine.num_heads * dim, mine.num_heads * dim),
+            "k_proj": (0, first_kv * dim, mine.num_kv_heads * dim),
+            "v_proj": (0, first_kv * dim, mine.num_kv_heads * dim),
+            "gate_proj": (0, self.rank * mine.intermediate_size, mine.intermediate_size),
+            "up_proj": (0, self.rank * mine.intermediate_size, mine.intermediate_size),
+            "o_proj": (1, self.rank * mine.num_heads * dim, mine.num_heads * dim),
+            "down_proj": (1, self.rank * mine.intermediate_size, mine.intermediate_size),
+        }
+        *_, block, kind = ("", *name.split("."))
+        if block not in starts or (kind == "bias" and starts[block][0] == 1):
+            return None
+        axis, start, size = starts[block]
+        return Cut(axis, start, start + size)
+
+
+def _remedy(whole: ModelConfig) -> str:
+    """The numbers of ranks that would do."""
+    heads, kv = whole.num_heads, whole.num_kv_heads
+    fit = [
+        str(n)
+        for n in range(2, heads + 1)
+        if heads % n == 0 and whole.intermediate_size % n == 0 and (kv % n == 0 or n % kv == 0)
+    ]
+    return f"{', '.join(fit)} would do" if fit else "it runs on one rank only"
+
+
+class Sliced:
+    """Of each tensor of a source a rank's part; nothing else is read."""
+
+    def __init__(self, source: Source, shard: Shard) -> None:
+        self.path, self.files = source.path, source.files
+        self._source, self._shard = source, shard
+        self.shapes = {name: self._shape(name, shape) for name, shape in source.shapes.items()}
+
+    def _shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Left as it is where it is not what the config says: whoever takes it will complain."""
+        cut = self._shard.cut(name)
+        if cut is None or cut.axis >= len(shape):
+            return shape
+        whole = Shard(self._shard.whole, 0, 1).cut(name)
+        if whole is None or shape[cut.axis] != whole.stop:
+            return shape
+        return (*shape[: cut.axis], cut.stop - cut.start, *shape[cut.axis + 1 :])
+
+    def read(self, name: str, cut: Cut | None = None) -> Tensor:
+        assert cut is None
+        tensor = self._source.read(name, self._shard.cut(name))
+        if self._shard.rank and name.endswith(("o_proj.bias", "down_proj.bias")):
+            return torch.zeros_like(tensor)  # the products are summed: rank 0 adds it
+        return tensor
+
+
+class SummedLinear:
+    """A product over this rank's columns, summed over ranks."""
+
+    def __init__(self, linear: Linear, ranks: Ranks) -> None:
+        self.linear, self.ranks = linear, ranks
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.ranks.sum(self.linear(x))
+
+
+class SharedEmbedding:
+    """Rows of a table that ranks have ranges of: zeros from all but one are added up."""
+
+    def __init__(self, part: Embedding, shard: Shard, ranks: Ranks) -> None:
+        self.part, self.ranks = part, ranks
+        self.first, self.count = shard.first_token, shard.config.vocab_size
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        place = tokens - self.first
+        mine = (place >= 0) & (place < self.count)
+        rows = self.part(place.clamp(0, self.count - 1))  # [R, H]
+        return self.ranks.sum(rows * mine[:, None])
+
+
+class GatheredLinear:
+    """An output projection that ranks have ranges of: logits [O, V] on rank 0, [O, 0] on others."""
+
+    def __init__(self, part: Linear, shard: Shard, ranks: Ranks) -> None:
+        self.part, self.ranks = part, ranks
+        self.width, self.vocab = shard.vocab_part, shard.whole.vocab_size
+
+    def __call__(self, x: Tensor) -> Tensor:
+        logits = self.part(x)
+        parts = self.ranks.gather(F.pad(logits, (0, self.width - logits.shape[1])))
+        return torch.cat([*parts, logits[:, :0]], dim=1)[:, : self.vocab]

@@ -1,0 +1,269 @@
+"""Tensor parallelism from rank 0: it schedules, drafts, samples and verifies; the others compute.
+
+Of a step the others need only its rows, so these are packed into one buffer and sent; what
+verification decided travels with the next one, as cells to move. A draft runs on this rank alone.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+
+from foretell.attention.base import Attention
+from foretell.config import EngineConfig
+from foretell.models.config import ModelConfig
+from foretell.models.loader import LoadedModel
+from foretell.runtime.batch import HEADER, pack, view
+from foretell.runtime.channel import Broadcast, Channel, SharedMemory
+from foretell.runtime.identity import difference, identity
+from foretell.runtime.ranks import Group, RankError
+from foretell.runtime.runner import Output, Runtime
+from foretell.runtime.stream import Stream
+from foretell.runtime.torchrun import torchrun
+from foretell.spec.drafter import Rows
+from foretell.spec.tree import MAX_NODES
+
+_LOOK = 0.1
+"""Seconds between looks at the others while a pass runs."""
+_GRACE = 5.0
+"""Seconds that a rank gets to end by itself."""
+T = TypeVar("T")
+
+
+class Leader:
+    """Rank 0 of a group: starts the others, and ends with an error when one is lost.
+
+    Raises:
+        RankError: a rank does not come, or runs other code, another model or another configuration.
+    """
+
+    def __init__(self, config: EngineConfig, model: ModelConfig) -> None:
+        world = config.tensor_parallel
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.failed: str | None = None
+        """Why no pass can run any more."""
+        self.memory: list[dict[str, int]] = []
+        """Bytes by group of each other rank."""
+        self._stream = Stream("pass")
+        file, sockets = -1, list[socket.socket]()
+        if place := torchrun():
+            self.group = place.group(config)
+        else:
+            timeout = config.rank_timeout
+            self.group = Group(0, world, "127.0.0.1", 0, timeout, neighbours=world)
+            file = SharedMemory.file(most_words(config, model))
+            sockets = self._spawn(config, file)
+        try:
+            self._meet(config)
+            self.group.connect()
+        except BaseException:
+            _end(self.processes, None)
+            raise
+        self.channel: Channel = (
+            Broadcast(self.group.words()) if place else SharedMemory(file, sockets)
+        )
+        # Runs when the program ends, too: nothing is left of the others.
+        self._finish = weakref.finalize(self, _end, self.processes, self.channel)
+
+    def _spawn(self, config: EngineConfig, file: int) -> list[socket.socket]:
+        sockets = list[socket.socket]()
+        package = str(Path(__file__).parents[2])
+        paths = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+        for rank in range(1, config.tensor_parallel):
+            mine, theirs = socket.socketpair()
+            what = {
+                "rank": rank, "port": self.group.port, "memory": file, "socket": theirs.fileno(),
+                "config": plain(config),
+            }  # fmt: skip
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "foretell.runtime.rank", json.dumps(what)],
+                    pass_fds=(file, theirs.fileno()),
+                    env=os.environ | {"PYTHONPATH": paths},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C is for rank 0, which ends the others
+                )
+            )
+            theirs.close()
+            sockets.append(mine)
+        return sockets
+
+    def _meet(self, config: EngineConfig) -> None:
+        mine, found = identity(config), self.hear("identity")
+        for rank, theirs in enumerate(found, 1):
+            if reason := difference(mine, theirs):
+                message = f"rank {rank} {reason}"
+                self.group.answer("identity", message)
+                raise RankError(message)
+        self.group.answer("identity", None)
+
+    def hear(self, stage: str) -> list[Any]:
+        """What the other ranks tell."""
+        return self.group.hear(stage, self.lost)
+
+    def lost(self) -> str | None:
+        """Which rank has ended or is silent, None if none."""
+        for rank, process in enumerate(self.processes, 1):
+            if (status := process.poll()) is not None:
+                if (why := self.group.told(rank, "error")) is not None:
+                    return f"rank {rank}: {why}"
+                how = f"with status {status}"
+                if status < 0:
+                    with suppress(ValueError):
+                        how = f"by {signal.Signals(-status).name}"
+                return f"rank {rank} (process {process.pid}) has ended {how}"
+        return self.group.lost()
+
+    def submit(self, words: np.ndarray, work: Callable[[], T]) -> concurrent.futures.Future[T]:
+        """Sends a buffer and runs this rank's own part of the pass, on a thread of its own: what
+        interrupts the caller leaves the ranks in step.
+
+        Raises:
+            RankError: a rank was lost before.
+        """
+        if self.failed or (reason := self.lost()):
+            self.fail(self.failed or reason)  # type: ignore[possibly-undefined]
+
+        def run() -> T:
+            self.channel.send(words)
+            return work()
+
+        return self._stream.submit(run)
+
+    def wait(self, future: concurrent.futures.Future[T]) -> T:
+        """The result of a pass.
+
+        Raises:
+            RankError: a rank has died, or nothing has moved for `rank_timeout` seconds.
+        """
+        moved, since = self.group.exchanges, time.monotonic()
+        while not concurrent.futures.wait([future], _LOOK).done:
+            now = time.monotonic()
+            if self.group.exchanges != moved:
+                moved, since = self.group.exchanges, now
+            if reason := self.lost():
+                self.fail(reason)
+            if now - since > self.group.timeout:
+                self.fail(self.group.behind() or "rank 0 hangs in a pass")
+        if (error := future.exception()) is not None:
+            self.fail(self._blame(error))
+        return future.result()
+
+    def _blame(self, error: BaseException) -> str:
+        """A broken connection comes before the news of who has ended."""
+        until = time.monotonic() + _GRACE
+        while isinstance(error, RuntimeError | OSError) and time.monotonic() < until:
+            if reason := self.lost():
+                return reason
+            time.sleep(0.02)
+        return f"a pass over {self.group.world} ranks failed: {error}"
+
+    def fail(self, reason: str) -> NoReturn:
+        """Ends the group.
+
+        Raises:
+            RankError: always.
+        """
+        self.failed = reason
+        self._finish.detach()
+        _end(self.processes, None)
+        raise RankError(f"{reason}; the model cannot run without it: start again")
+
+    def close(self) -> None:
+        """Ends the other ranks. May be called twice."""
+        self.failed = self.failed or "the ranks were closed"
+        self._finish()
+        self._stream.close()
+
+
+def _end(processes: SequenceOf[subprocess.Popen[bytes]], channel: Channel | None) -> None:
+    """With a channel the others are told first and have some time."""
+    if channel is not None:
+        with suppress(Exception):
+            channel.send(None)
+    until = time.monotonic() + (_GRACE if channel else 0)
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, until - time.monotonic()))
+            continue
+        process.kill()
+        process.wait()
+
+
+class ParallelRuntime(Runtime):
+    """A runtime whose target is spread over ranks; drafters see no difference."""
+
+    def __init__(
+        self, target: LoadedModel, attention: Attention, leader: Leader, **sizes: Any
+    ) -> None:
+        super().__init__(target, attention, **sizes)
+        self.leader = leader
+        self._moves: tuple[list[int], list[int]] = ([], [])
+        self._pass: concurrent.futures.Future[Output] | None = None
+
+    def agree(self, num_pages: int) -> int:
+        """The pages that every rank has room for; then all take them."""
+        num_pages = min([num_pages, *self.leader.hear("loaded")])
+        self.leader.group.answer("loaded", num_pages)
+        self.leader.memory = self.leader.hear("memory")
+        return num_pages
+
+    def forward_target(self, rows: Rows) -> Output:
+        """See `Runtime.forward_target`.
+
+        Raises:
+            RankError: a rank is lost.
+        """
+        if self._pass is not None:  # an interrupt came while it ran
+            self.leader.wait(self._pass)
+        words = pack(rows, self.page_table, self.page_size, self._moves)
+        self._pass = self.leader.submit(words, lambda: self._lead(words))
+        output = self.leader.wait(self._pass)
+        self._pass = None
+        return output
+
+    def _lead(self, words: np.ndarray) -> Output:
+        self._moves = ([], [])  # they are sent
+        batch = view(words, self.page_size, self.device)
+        return self.run_target(batch)
+
+    def move(self, slot: int, source: SequenceOf[int], target: SequenceOf[int]) -> None:
+        """Here at once, on the other ranks before their next pass."""
+        super().move(slot, source, target)
+        self._moves[0].extend(self._physical(slot, source))
+        self._moves[1].extend(self._physical(slot, target))
+
+    def close(self) -> None:
+        self.leader.close()
+
+
+def most_words(config: EngineConfig, model: ModelConfig) -> int:
+    """Of a buffer, generously: every row an output and moved, every sequence of full length."""
+    length = config.max_model_len or model.max_position_embeddings
+    pages = (length + MAX_NODES) // config.page_size + 2
+    rows = config.max_num_batched_tokens + MAX_NODES * config.max_num_seqs
+    return HEADER + 11 * rows + config.max_num_seqs * pages
+
+
+def plain(config: EngineConfig) -> dict[str, Any]:
+    """What the other ranks need of a configuration: nothing of the draft."""
+    names = (
+        *("model", "weights", "tensor_parallel", "rank_timeout", "max_num_seqs", "max_model_len"),
+        *("max_num_batched_tokens", "page_size", "kv_memory", "threads"),
+    )
+    return {name: getattr(config, name) for name in names}

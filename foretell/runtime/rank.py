@@ -1,0 +1,117 @@
+"""A rank that is not the first: receive a buffer, run its rows, and again.
+
+It has a part of the target and the target's KV, and nothing of a draft.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import sys
+from contextlib import suppress
+
+import torch
+
+from foretell.attention.compiler import have_compiler
+from foretell.attention.cpu import CpuAttention
+from foretell.attention.pool import num_threads, set_num_threads
+from foretell.attention.reference import ReferenceAttention
+from foretell.config import EngineConfig
+from foretell.models.loader import load
+from foretell.runtime.batch import view
+from foretell.runtime.channel import Broadcast, Channel, SharedMemory
+from foretell.runtime.identity import identity
+from foretell.runtime.kv import num_pages_for, page_bytes
+from foretell.runtime.memory import storages, tensors_alive
+from foretell.runtime.ranks import Group, RankError
+from foretell.runtime.runner import Runtime
+
+
+def follow(config: EngineConfig, group: Group, channel: Channel | None) -> None:
+    """Serves until rank 0 ends.
+
+    Args:
+        channel: where buffers come from; torch's broadcast if not given.
+
+    Raises:
+        RankError: this rank does not fit to rank 0.
+        OSError: rank 0 is lost.
+    """
+    group.ask("identity", identity(config))
+    group.connect()
+    channel = channel or Broadcast(group.words())
+    target = load(
+        config.model, config.weights, max_model_len=config.max_model_len, progress=False,
+        ranks=group,
+    )  # fmt: skip
+    length = config.max_model_len or target.config.max_position_embeddings
+    runtime = Runtime(
+        target,
+        CpuAttention() if have_compiler() else ReferenceAttention(),
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=length,
+        page_size=config.page_size,
+    )
+    size = config.page_size
+    room = num_pages_for(
+        config.kv_memory, page_bytes([runtime.target_group], size) * group.neighbours, size,
+        config.max_num_seqs, length,
+    )  # fmt: skip
+    runtime.allocate(group.ask("loaded", room), None)
+    group.tell("memory", memory(runtime))
+    serve(runtime, channel)
+    group.close()
+
+
+def serve(runtime: Runtime, channel: Channel) -> None:
+    """The loop."""
+    assert runtime.kv is not None
+    with torch.inference_mode():
+        while (words := channel.receive()) is not None:
+            batch = view(words, runtime.page_size, runtime.device)
+            if batch.moves.numel():
+                runtime.kv.move("target", *batch.moves.tolist())
+            runtime.run_target(batch)
+
+
+def memory(runtime: Runtime, drafter: object = None) -> dict[str, int]:
+    """Bytes by group, and of all tensors in this process."""
+    assert runtime.kv is not None
+    target = storages(runtime.target.model)
+    draft = storages(drafter, without=[runtime]) if drafter else {}
+    kv = {name: sum(storages(layers).values()) for name, layers in runtime.kv.layers.items()}
+    return {
+        "target weights": sum(target.values()),
+        "draft weights": sum(size for at, size in draft.items() if at not in target),
+        "target KV": kv["target"],
+        "draft KV": kv.get("draft", 0),
+        "all tensors": tensors_alive(),
+    }
+
+
+def main(text: str) -> int:
+    """A rank that rank 0 has started."""
+    what = json.loads(text)
+    config = EngineConfig(**what["config"])
+    set_num_threads(max(1, (config.threads or num_threads()) // config.tensor_parallel))
+    channel = SharedMemory(what["memory"], [socket.socket(fileno=what["socket"])])
+    world = config.tensor_parallel
+    group = Group(
+        what["rank"], world, "127.0.0.1", what["port"], config.rank_timeout, neighbours=world
+    )
+    try:
+        follow(config, group, channel)
+    except (RankError, OSError, ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        with suppress(Exception):
+            group.tell("error", reason)
+        group.close()
+        print(f"foretell: rank {group.rank}: {reason}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(main(sys.argv[1]))

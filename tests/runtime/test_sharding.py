@@ -1,0 +1,107 @@
+"""A rank's part of a model: what is read of it, and what the parts together compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from foretell.attention.cpu import CpuAttention
+from foretell.models.checkpoint import Cut, Safetensors
+from foretell.models.gguf import GGUF
+from foretell.models.loader import load
+from foretell.models.sharding import Shard, Sliced
+from tests.models import test_gguf
+from tests.models.tiny import KINDS, Cache, make, save
+from tests.runtime.ranks import on_threads
+
+TOKENS = list(range(3, 23))
+PARENTS = [-1, 0, 0, 1, 1, 2]
+
+
+def run(loaded, config):
+    """A prompt, then a tree on its last token: logits and features."""
+    cache = Cache(loaded, CpuAttention())
+    assert loaded.model.config.num_kv_heads == config.num_kv_heads
+    cache.kv = [
+        tuple(torch.zeros(16, config.num_kv_heads, 8, config.head_dim) for _ in range(2))
+        for _ in range(config.num_layers)
+    ]
+    prompt = cache.run(TOKENS, 0, taps=(0, -1))
+    tree = cache.run([4, 5, 6, 7, 8, 9], len(TOKENS), PARENTS, taps=(0, -1))
+    return [*prompt, *tree]
+
+
+def whole_and_parts(path, world, weights="f32"):
+    whole = load(str(path), weights, progress=False)
+
+    def part(ranks):
+        loaded = load(str(path), weights, progress=False, ranks=ranks)
+        return run(loaded, Shard(whole.config, ranks.rank, world).config)
+
+    return run(whole, whole.config), on_threads(world, part)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_parts_compute_what_the_whole_does(kind, world, tmp_path):
+    if kind == "smollm2" and world == 4:
+        world = 3  # its six heads; and two KV heads that three ranks cannot share
+        model = make(kind, num_key_value_heads=3)
+    else:
+        model = make(kind)
+    one, parts = whole_and_parts(save(model, tmp_path), world)
+    for ours, theirs in zip(parts[0], one, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    for follower in parts[1:]:  # the same hidden states, bit for bit, and no logits
+        assert follower[0].shape == (len(TOKENS), 0)
+        assert torch.equal(follower[1], parts[0][1])
+
+
+@pytest.mark.parametrize("kind_of", [test_gguf.Type.F16, test_gguf.Type.Q8_0])
+def test_gguf_parts(kind_of, tmp_path):
+    path = test_gguf.write(make("llama"), "llama", tmp_path / "m.gguf", kind_of)
+    one, parts = whole_and_parts(path, 2)
+    torch.testing.assert_close(parts[0][0], one[0], rtol=1e-4, atol=1e-4)
+
+
+def test_gguf_cuts_are_parts_of_the_tensor(tmp_path):
+    """Borders of blocks and between them, rows of whole heads, and vectors."""
+    path = test_gguf.write(make("llama-biased"), "llama", tmp_path / "m.gguf", test_gguf.Type.Q8_0)
+    source, block = GGUF(path), "model.layers.0."
+    for name, cut in (
+        (f"{block}mlp.down_proj.weight", Cut(1, 32, 64)),
+        (f"{block}mlp.down_proj.weight", Cut(1, 20, 75)),
+        (f"{block}self_attn.q_proj.weight", Cut(0, 16, 48)),
+        (f"{block}self_attn.k_proj.weight", Cut(0, 16, 32)),
+        (f"{block}input_layernorm.weight", Cut(0, 3, 9)),
+    ):
+        assert torch.equal(source.read(name, cut), cut.of(source.read(name))), (name, cut)
+
+
+def test_a_rank_reads_its_own_slices_only(tmp_path):
+    path = save(make("llama-biased"), tmp_path)
+    source = Safetensors(path)
+    config = load(str(path), "f32", progress=False).config
+    sizes, whole = [], sum(source.read(name).numel() for name in source.shapes)
+    for rank in range(2):
+        sliced = Sliced(source, Shard(config, rank, 2))
+        parts = {name: sliced.read(name) for name in sliced.shapes}
+        assert {name: tuple(part.shape) for name, part in parts.items()} == sliced.shapes
+        sizes.append(sum(part.numel() for part in parts.values()))
+    small = 2 * 64 * (2 * config.num_layers + 1) + 4 * 64 * config.num_layers  # norms and biases
+    assert max(sizes) < whole / 2 + small
+
+
+@pytest.mark.parametrize(
+    ("world", "changes", "message"),
+    [
+        (3, {}, "num_heads=4 does not divide by it; 2, 4 would do"),
+        (2, {"intermediate_size": 95}, "intermediate_size=95 does not divide"),
+        (4, {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 96},
+         "num_kv_heads=6 neither divides by it nor divides it; 2, 3, 6, 12 would do"),
+    ],
+)  # fmt: skip
+def test_what_does_not_divide_is_refused_by_name(world, changes, message, tmp_path):
+    path = save(make("qwen2", **changes), tmp_path)
+    with pytest.raises(ValueError, match=message):
+        on_threads(world, lambda ranks: load(str(path), "f32", progress=False, ranks=ranks))
