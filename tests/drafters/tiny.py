@@ -13,7 +13,7 @@ from foretell.config import SpeculationConfig
 from foretell.drafters import build
 from foretell.runtime.runner import Runtime
 from foretell.sequence import SamplingParams, Sequence
-from foretell.spec.drafter import Ask, Commit, Drafter, Rows
+from foretell.spec.drafter import Ask, Commit, Drafter, KVGroup, Rows
 from foretell.spec.tree import TokenTree, path_to
 from tests import tiny
 
@@ -60,11 +60,13 @@ def loaded(
         vocab_size=vocab_size,
         max_position_embeddings=positions,
         sizes={"hidden_size": 8, "num_layers": 2, "vocab_size": vocab_size},
+        kv_group=lambda dtype: KVGroup(num_layers=2, num_kv_heads=1, head_dim=8, dtype=dtype),
     )
     return SimpleNamespace(
         model=TinyNet(seed, vocab_size, positions),
         config=config,
         tokenizer=names,
+        is_whole=True,
         path="tiny",
         kv_dtype=torch.float64,
         weights="f32",
