@@ -31,7 +31,7 @@ from foretell.models.loader import LoadedModel
 from foretell.progress import progress_bar
 
 WORTH = 1.03
-"""A speed-up whose interval does not reach above that is none."""
+"""A speed-up pays if its whole interval lies above that."""
 BATCHES = (1, 4, 16)
 PREDICTED = (1, 4, 16, 64, 256)
 FEW = 5
@@ -228,14 +228,25 @@ def _print(
             f"{f.batch:7}  {f.speedup:7.2f}x  {interval:>11}  {f.tau:4.2f}  {f.depth:5}  {f.scheme}"
         )
     first = findings[0].batch
-    best = max((f for f in findings if f.batch == first), key=lambda f: f.speedup)
+    # What surely pays goes before what may pay more.
+    best = max((f for f in findings if f.batch == first), key=lambda f: (f.low >= WORTH, f.speedup))
     if best.low < WORTH:
         rates = "-".join(f"{rate:.0%}" for rate in best.acceptance[:1]) or "none"
+        why = "too little for what drafts cost here"
+        if best.high >= WORTH:
+            why = "it may pay or not. More prompts (--sample), or a quieter machine, would tell"
         say(
             f"\nDon't speculate: the best scheme, {best.scheme}, gives {best.speedup:.2f}x "
             f"({best.low:.2f}-{best.high:.2f}) at {first} at once. Of its first draft tokens "
-            f"{rates} are accepted, tau is {best.tau:.2f}: too little for what drafts cost here."
+            f"{rates} are accepted, tau is {best.tau:.2f}: {why}."
         )
+        elsewhere = [f for f in findings if f.low >= WORTH]
+        if elsewhere:
+            f = max(elsewhere, key=lambda f: f.speedup)
+            say(
+                f"At {f.batch} at once {f.scheme} gives {f.speedup:.2f}x "
+                f"({f.low:.2f}-{f.high:.2f}): worth a try where that is the usual load."
+            )
         return
     pays = [f.batch for f in findings if f.scheme == best.scheme and f.low >= WORTH]
     upto = max(pays)

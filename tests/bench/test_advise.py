@@ -62,6 +62,23 @@ def test_dont_where_it_might_be_nothing():
     assert "foretell serve" not in text
 
 
+def test_what_surely_pays_goes_before_what_may_pay_more():
+    lines = advice(
+        found("prompt-lookup", 1, 1.2, spread=0.5),
+        found("eagle", 1, 1.1, spread=0.02),
+    )
+    assert "Use eagle: 1.10x" in "\n".join(lines)
+
+
+def test_a_wide_interval_is_no_verdict_on_drafts():
+    text = "\n".join(
+        advice(found("prompt-lookup", 1, 1.2, spread=0.5), found("eagle", 4, 1.9, spread=0.2))
+    )
+    assert "it may pay or not" in text
+    assert "--sample" in text
+    assert "At 4 at once eagle gives 1.90x" in text
+
+
 def test_the_interval_is_narrower_with_more_prompts():
     few, many = [1.0, 1.5, 2.0], [1.0, 1.5, 2.0] * 20
     low, high = bootstrap(few)
