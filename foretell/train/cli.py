@@ -14,7 +14,8 @@ from foretell.train.cli_fit import fit
 from foretell.train.config import FeaturesConfig, PrepareConfig, RegenerateConfig
 
 app = typer.Typer(
-    help="Train a head for a model: prepare, regenerate, features, fit, evaluate, export.",
+    help="Train a head for a model of your own, in stages: prepare, regenerate, features, "
+    "draft-vocab if wanted, fit, evaluate, report, export.",
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     pretty_exceptions_enable=False,
@@ -66,6 +67,7 @@ def regenerate_command(engine: EngineConfig, config: RegenerateConfig, run: Run)
 )
 def features_command(engine: EngineConfig, config: FeaturesConfig, run: Run) -> None:
     """Compute the target's hidden states. Run it again to go on after an interruption."""
+    from foretell.train.estimate import size
     from foretell.train.features import compute_features, plan_features
 
     plan, llm = plan_features(engine, config, run)
@@ -79,7 +81,7 @@ def features_command(engine: EngineConfig, config: FeaturesConfig, run: Run) -> 
         print("features are computed by fit; nothing is stored")
     else:
         print(
-            f"{plan.num_left:,} tokens to compute, {plan.bytes_left / 1e9:.2f} GB to store at "
+            f"{plan.num_left:,} tokens to compute, {size(plan.bytes_left)} to store at "
             f"{index.bytes_a_token:,} bytes a token; {index.num_texts:,} texts are there already"
         )
     compute_features(plan, llm, config.shard_bytes, run)

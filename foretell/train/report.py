@@ -25,7 +25,10 @@ def write_report(run: Path) -> Path:
     evaluation = run / "evaluation.json"
     found = read_json(evaluation) if evaluation.is_file() else None
     if not rows and found is None:
-        raise ValueError(f"{run}: neither fit/metrics.jsonl nor evaluation.json is here")
+        raise ValueError(
+            f"{run}: neither fit/metrics.jsonl nor evaluation.json is here; "
+            "run foretell train fit or evaluate first"
+        )
     path = run / "report.html"
     try:
         html = page(run.resolve().name, rows, found)
@@ -215,7 +218,7 @@ def _facts(found: Row) -> str:
         "prompts": found["bench"]["prompts"],
         "longest answer": f"{found['bench']['max_tokens']} tokens",
         "batch": found["bench"]["batch"],
-        "processor": f"{environment['cpu']}, {environment['threads']} threads",
+        "processor": f"{environment['cpu']}, threads: {environment['threads']}",
         "versions": ", ".join(f"{n} {v}" for n, v in environment["packages"].items()),
         "commit": environment["commit"] or "unknown",
         "command": environment["command"],

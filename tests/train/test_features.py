@@ -265,7 +265,7 @@ def test_too_little_disk_is_said_beforehand(model, run, monkeypatch, capsys):
     assert main(["train", "features", *flags, "--max-disk=5KB"]) == 0
     said = capsys.readouterr().out
     assert "texts do not fit into 5KB" in said
-    assert "GB to store at 69 bytes a token" in said
+    assert " kB to store at 69 bytes a token" in said
     assert open_batches(run).num_tokens * 69 <= 5000
     assert main(["train", "features", *flags, "--max-disk=9KB"]) == 0
     assert 5000 < open_batches(run).num_tokens * 69 <= 9000
