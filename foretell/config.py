@@ -165,7 +165,7 @@ class EngineConfig:
     weights: Weights = "int8"
     """int8 (default), bf16, f32 or int4."""
     speculation: SpeculationConfig | None = None
-    """Scheme with its options (prompt-lookup:k=8); none turns it off."""
+    """auto, a scheme with its options (prompt-lookup:k=8), several with + between them, or none."""
     max_num_seqs: int = 16
     """Sequences that run at once."""
     max_model_len: int | None = None
