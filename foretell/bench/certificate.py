@@ -122,7 +122,7 @@ def _body(certificate: Certificate) -> str:
         "scheme": about["scheme"] + _pairs(about["settings"]),
         "prompts": f"{about['prompts']}; {_pairs(asdict(certificate.config), '')}",
         "engine": _pairs(about["engine"], ""),
-        "machine": "{cpu}, {threads} threads, {platform}".format(**about["environment"]),
+        "machine": "{cpu}, threads: {threads}, {platform}".format(**about["environment"]),
         "versions": ", ".join(
             f"{name} {version}" for name, version in about["environment"]["packages"].items()
         ),

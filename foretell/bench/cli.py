@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -32,6 +33,13 @@ TraceFile = Annotated[
         help="Write each step and its phases as trace events, for ui.perfetto.dev.",
     ),
 ]
+
+
+def _say_wrote(*paths: Path | None) -> None:
+    """On stderr: tables on stdout may be on their way into a file."""
+    for path in paths:
+        if path is not None:
+            print(f"wrote {path}", file=sys.stderr)
 
 
 @from_fields(EngineConfig, BenchConfig, without=("speculation", "prefix_caching"))
@@ -81,6 +89,7 @@ def bench(
         report=report,
         break_even=break_even,
     )
+    _say_wrote(json_file, trace, report)
     if not same_text:
         raise typer.Exit(1)
 
@@ -95,7 +104,12 @@ def certify(
     engine: EngineConfig,
     config: CertifyConfig,
     prompts: Prompts = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A first look: a fifth of it.")] = False,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="A first look: at most 4 prompts, 32 tokens and 400 answers a test."
+        ),
+    ] = False,
     json_file: Json = None,
     html: Annotated[
         Path | None,
@@ -110,7 +124,9 @@ def certify(
     from foretell.bench.certify import certify as prove
 
     config = config.quick() if quick else config
-    if not prove(engine, config, prompts=prompts, json=json_file, html=html):
+    holds = prove(engine, config, prompts=prompts, json=json_file, html=html)
+    _say_wrote(json_file, html)
+    if not holds:
         raise typer.Exit(1)
 
 

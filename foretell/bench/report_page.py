@@ -230,7 +230,7 @@ def _cells(tag: str, cells: SequenceOf[str]) -> str:
 def _facts(about: dict[str, Any]) -> str:
     place = about["environment"]
     facts = {
-        "processor": f"{place['cpu']}, {place['threads']} threads",
+        "processor": f"{place['cpu']}, threads: {place['threads']}",
         "versions": ", ".join(f"{name} {v}" for name, v in place["packages"].items()),
         "commit": place["commit"] or "none",
         "settings": ", ".join(f"{name}={v}" for name, v in about["bench"].items()),
