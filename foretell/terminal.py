@@ -202,9 +202,10 @@ def read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
         ValueError: there is none, or one that is empty or no text.
     """
     if not prompts and not files:
-        if sys.stdin.isatty():
+        piped = "" if sys.stdin.isatty() else sys.stdin.read()
+        if not piped:
             raise ValueError("no prompt: give one in quotes, --file FILE, or - for standard input")
-        prompts = ["-"]
+        return [piped]
     texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
     for path in files:
         try:
@@ -237,3 +238,4 @@ def traced(llm: LLM, path: Path | None) -> Iterator[None]:
     with Trace(path) as trace:
         llm.engine.metrics.trace_to(trace.track("engine"))
         yield
+    print(f"wrote {path}", file=sys.stderr)
