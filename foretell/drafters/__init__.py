@@ -33,8 +33,8 @@ def find(method: str) -> type[Drafter]:
     known = colon or method.replace("_", "-") in schemes()
     if module_name.startswith(".") or not known:
         raise ValueError(
-            f"speculation method {method!r} is unknown: choose one of {', '.join(schemes())}, "
-            "or name your own as module:Class"
+            f"speculation method {method!r} is unknown: choose one of auto, none, "
+            f"{', '.join(schemes())}, or name your own as module:Class"
         )
     if not colon:
         module_name = f"{__name__}.{method.replace('-', '_')}"

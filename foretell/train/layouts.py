@@ -44,7 +44,7 @@ def eagle_layout(head: HeadFiles, rows: Rows) -> HeadFiles:
     if norms and norms != {"norm_embed", "norm_hidden"}:
         raise ValueError(
             "EAGLE's layout has no place for " + ", ".join(sorted(norms)) + ": its readers would "
-            "leave these norms out"
+            "leave these norms out. Take --format foretell, or fit with --no-norms"
         )
     _refuse(head, "EAGLE's layout")
     tensors, beside = _whole_vocabulary(head)

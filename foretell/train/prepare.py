@@ -106,7 +106,8 @@ def prepare(config: PrepareConfig, run: Path, files: Sequence[Path]) -> Prepared
                 del out.samples[config.limit :]
                 break
     if not out.samples:
-        raise ValueError(f"not one row could be kept: {out.table()}")
+        read, _, *dropped = (line.strip() for line in out.table().splitlines())
+        raise ValueError(f"not one row could be kept: {'; '.join([read, *dropped])}")
     with alone(run):
         _write(config, run, out)
     return out

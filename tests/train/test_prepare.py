@@ -244,7 +244,9 @@ def test_two_at_once_do_not_mix_their_files(model, tmp_path):
 def test_limit_and_nothing_kept(model, tmp_path):
     assert len(rig.prepared(model, tmp_path, [{"prompt": c} for c in "abc"], limit=2).samples) == 2
     before = (tmp_path / "samples.jsonl").read_bytes()
-    with pytest.raises(ValueError, match="not one row could be kept"):
+    with pytest.raises(
+        ValueError, match="not one row could be kept: 1 rows read; 1 dropped, malformed"
+    ):
         rig.prepared(model, tmp_path, ["{"])
     assert (tmp_path / "samples.jsonl").read_bytes() == before
 
