@@ -221,6 +221,7 @@ def test_a_trace_of_an_answer(run, tmp_path):
     steps = [event for event in json.loads(path.read_text()) if event["name"] == "step"]
     assert status == 0
     assert sum(step["args"]["emitted"] for step in steps) == 24
+    assert said.splitlines()[-1] == f"wrote {path}"
 
 
 def test_bench_writes_a_report_and_a_trace(run, tmp_path):
