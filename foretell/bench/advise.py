@@ -14,6 +14,8 @@ import shlex
 import statistics
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 
 from rich.console import Console
@@ -56,6 +58,12 @@ class Finding:
     """[depth] of the drafts that reached a depth how many were accepted there too."""
     depth: int
     """Draft tokens that pay at this load, by what steps cost here; 0 for none."""
+
+    @property
+    def share(self) -> float:
+        """Part of the passes that had a draft, by what they gave: lookup often finds nothing."""
+        accepted = sum(accumulate(self.acceptance, mul))
+        return min(1.0, max(self.tau - 1, 0.0) / accepted) if accepted else 0.0
 
 
 def advise(
@@ -273,5 +281,5 @@ def _print_prediction(
     first = findings[0].batch
     for f in (f for f in findings if f.batch == first):
         for batch in PREDICTED:
-            speedup, depth = roofline.speedup(f.scheme, f.acceptance, batch, context)
+            speedup, depth = roofline.speedup(f.scheme, f.acceptance, batch, context, f.share)
             say(f"{batch:7}  {speedup:7.2f}x  {depth:5}  {f.scheme}")

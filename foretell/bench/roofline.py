@@ -72,12 +72,19 @@ class Roofline:
         return 2 * self.layers * (102 * self.layers / 8) * 2
 
     def speedup(
-        self, scheme: str, acceptance: Sequence[float], batch: int, context: int
+        self,
+        scheme: str,
+        acceptance: Sequence[float],
+        batch: int,
+        context: int,
+        share: float = 1.0,
     ) -> tuple[float, int]:
         """The best depth's speed-up, and that depth; 1 and 0 where none pays.
 
         Args:
             acceptance: [K] chance of each depth, given the one before was right.
+            share: part of the steps in which the scheme has a draft at all; the others cost what
+                plain decoding's do.
         """
         plain = self.seconds(batch, context, batch)
         best, chosen, reached, tokens = 1.0, 0, 1.0, 1.0
@@ -86,8 +93,9 @@ class Roofline:
             tokens += reached
             took = self.seconds(batch * (1 + depth), context, batch)
             took += self.draft_seconds(scheme, depth, batch)
-            if tokens * plain / took > best:
-                best, chosen = tokens * plain / took, depth
+            gain = (1 + share * (tokens - 1)) * plain / (plain + share * (took - plain))
+            if gain > best:
+                best, chosen = gain, depth
         return best, chosen
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -140,6 +141,19 @@ def test_a_roofline_has_its_two_sides(gpu):
     assert Roofline(gpu, 8e9, tp=4).seconds(1, 0, 1) < one
     assert 30 <= line.layers <= 45
     assert 75 <= Roofline(gpu, 70e9).layers <= 85
+
+
+def test_a_prediction_knows_how_rarely_there_is_a_draft():
+    """Lookup may be right whenever it finds something and still find next to nothing."""
+    seldom = Finding("prompt-lookup", 1, 1.0, 1.0, 1.0, 1.08, [0.6, 0.5], 2)
+    assert seldom.share == pytest.approx(0.08 / 0.9)
+    assert replace(seldom, tau=1.9).share == pytest.approx(1)
+    assert replace(seldom, acceptance=[]).share == 0
+    line = Roofline("H100", 70e9, 8)
+    always, _ = line.speedup("prompt-lookup", seldom.acceptance, 1, 500)
+    now, _ = line.speedup("prompt-lookup", seldom.acceptance, 1, 500, seldom.share)
+    assert always > 1.5
+    assert 1 < now <= seldom.tau
 
 
 def test_drafts_pay_less_the_more_run_at_once():

@@ -217,10 +217,11 @@ def test_several_answers_are_told_apart(run):
 
 def test_a_trace_of_an_answer(run, tmp_path):
     path = tmp_path / "trace.json"
-    status, _, _ = run("generate", "--raw", "abab", *GREEDY, LOOKUP, f"--trace={path}")
+    status, _, said = run("generate", "--raw", "abab", *GREEDY, LOOKUP, f"--trace={path}")
     steps = [event for event in json.loads(path.read_text()) if event["name"] == "step"]
     assert status == 0
     assert sum(step["args"]["emitted"] for step in steps) == 24
+    assert said.splitlines()[-1] == f"wrote {path}"
 
 
 def test_bench_writes_a_report_and_a_trace(run, tmp_path):
