@@ -250,14 +250,14 @@ def penalties_ignored(patch):
 
 def batch_variant(patch):
     """A product whose last bit depends on how many rows it has."""
-    forward = Runtime._forward
+    forward = Runtime._run
 
-    def wrong(self, model, group, rows, taps):
-        output = forward(self, model, group, rows, taps)
-        scale = 1 + 2.0**-22 * (len(rows) % 3)
+    def wrong(self, model, group, batch, taps):
+        output = forward(self, model, group, batch, taps)
+        scale = 1 + 2.0**-22 * (len(batch.tokens) % 3)
         return replace(output, logits=output.logits * scale)
 
-    patch.setattr(Runtime, "_forward", wrong)
+    patch.setattr(Runtime, "_run", wrong)
 
 
 def never_moved(patch):
