@@ -120,10 +120,10 @@ class _Outer:
         return self
 
 
-@dataclass(frozen=True)
-class _Model:
-    embedding: None = None
-    lm_head: _Outer = _Outer()
+class _Without(LoadedModel):
+    """A target for loaders of heads, without a network."""
+
+    ends = cast(Any, (None, _Outer()))
 
 
 def open_head(method: str, path: Path, target: FrozenTarget) -> Trainable:
@@ -132,7 +132,7 @@ def open_head(method: str, path: Path, target: FrozenTarget) -> Trainable:
     Raises:
         ValueError: as the loaders of `head_formats`.
     """
-    loaded = LoadedModel(cast(Any, _Model()), target.config, target.path, "f32")
+    loaded = _Without(cast(Any, None), target.config, target.path, "f32")
     if method == "medusa":
         heads, vocab = load_medusa(path, loaded, "f32")
         shared = all(isinstance(head.lm_head, _Outer) for head in heads)
