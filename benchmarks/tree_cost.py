@@ -23,7 +23,7 @@ from rich.table import Table
 from foretell.attention.cpu import CpuAttention
 from foretell.bench.environment import environment
 from foretell.models.loader import LoadedModel, load
-from foretell.runtime.batch import pack
+from foretell.runtime.batch import pack, view
 from foretell.runtime.runner import Runtime
 from foretell.spec.drafter import Rows
 from foretell.spec.tree import ancestors, depths
@@ -71,7 +71,7 @@ def attention_alone(runtime: Runtime, rows: Rows) -> Callable[[], None]:
     """Plan once, run once a layer, as a pass does."""
     assert runtime.kv is not None
     config, layers = runtime.target.config, runtime.kv.layers["target"]
-    batch = pack(rows, runtime.page_table, PAGE, runtime.device)
+    batch = view(pack(rows, runtime.page_table, PAGE), PAGE, runtime.device)
     q = torch.randn(len(rows), config.num_heads, config.head_dim)
     attention = CpuAttention()
 
