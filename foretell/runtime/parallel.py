@@ -136,8 +136,8 @@ class Leader:
         Raises:
             RankError: a rank was lost before.
         """
-        if self.failed or (reason := self.lost()):
-            self.fail(self.failed or reason)  # type: ignore[possibly-undefined]
+        if reason := self.failed or self.lost():
+            self.fail(reason)
 
         def run() -> T:
             self.channel.send(words)

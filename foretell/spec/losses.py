@@ -1,4 +1,4 @@
-"""Losses of draft heads as small functions, and the unrolling that EAGLE, EAGLE-3 and MTP share.
+"""Losses of draft heads as small functions, and `judge`, which adds up a head's steps under a rule.
 
 Everything is summed over positions; `training.Loss` says who divides. Laws are over the draft's
 vocabulary: where that is reduced the target's law is renormalised over it, and positions whose own

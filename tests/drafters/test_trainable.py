@@ -280,3 +280,13 @@ def test_prompts_may_count_too_but_not_padding() -> None:
     assert int(whole.num_wanted) == 14
     head = new_head("eagle", target())
     assert len(steps_of(head, whole)[0].logits) == 10  # each text's last two have nothing to guess
+
+
+@pytest.mark.parametrize("taps", [(1, 3, 4), (2, 3, 4), (3, 1, 2)])
+def test_layers_that_a_head_reads_are_written_as_they_are_read(
+    taps: tuple[int, ...], tmp_path: Path
+) -> None:
+    deep = FrozenTarget.open(str(tiny.write_model(tmp_path / "target", layers=6)))
+    head = new_head("eagle3", deep, taps=taps)
+    (tmp_path / "head").mkdir()
+    assert open_head("eagle3", write(head, tmp_path / "head"), deep).taps == taps
