@@ -31,7 +31,7 @@ from torch import Tensor
 
 from foretell.spec.draft_vocab import DraftVocab
 from foretell.spec.drafter import Ask, Rows
-from foretell.spec.shape import filtered, law, likeliest
+from foretell.spec.shape import filtered, law, likeliest, log_total
 from foretell.spec.tree import TokenTree, from_lists
 from foretell.spec.tree_shape import Plan, Sprouts, TreeShape
 
@@ -217,11 +217,12 @@ def _children(
         scores = scores.clone()
         scores[noisy] += g[[place[key] for key in keys]]
     best, picked = _largest(scores, max(widths))  # [F, C]
-    total = (scores * trust).logsumexp(-1, keepdim=True)
-    sound = best[:, :1].isfinite()
-    logps = (best * trust - total).masked_fill(~sound, -torch.inf)
-    counts = cast(list[int], (logps > -torch.inf).sum(-1).tolist())
-    counts = [min(pair) for pair in zip(counts, widths, strict=True)]
+    total = log_total(scores, trust)[:, None]
+    logps = (best * trust - total).tolist()  # NaN throughout where the best is not finite
+    counts = [
+        min(width, sum(logp > -math.inf for logp in row))
+        for width, row in zip(widths, cast(list[list[float]], logps), strict=True)
+    ]
     probs = None
     if ask.sample:
         q = law(shaped, params)  # [F, Vd]
@@ -231,10 +232,9 @@ def _children(
                 q[f] = 0.0
                 q[f, picked[f, : counts[f]]] = 1 / counts[f]
         probs = vocab.spread(q)
-    tokens, values = vocab.tokens(picked), cast(list[list[float]], logps.tolist())
     return _Children(
-        [row[:count] for row, count in zip(tokens, counts, strict=True)],
-        [row[:count] for row, count in zip(values, counts, strict=True)],
+        [row[:count] for row, count in zip(vocab.tokens(picked), counts, strict=True)],
+        [row[:count] for row, count in zip(logps, counts, strict=True)],
         probs,
     )
 

@@ -91,11 +91,13 @@ def from_lists(tokens: list[list[int]], parents: list[list[int]]) -> TokenTree:
         full = [row + [0] * (width - len(row)) for row in rows]
         return torch.tensor(full, dtype=torch.int64).reshape(-1, width)
 
-    return TokenTree(
+    tree = TokenTree(
         padded(tokens),
         padded(parents),
         torch.tensor([len(row) for row in tokens], dtype=torch.int64),
     )
+    tree.__dict__["_lists"] = list(zip(tokens, parents, strict=True))
+    return tree
 
 
 def chains(roots: list[int], drafts: list[list[int]], probs: Tensor | None = None) -> TokenTree:
