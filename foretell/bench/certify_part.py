@@ -41,6 +41,16 @@ class Part:
     def passed(self) -> bool:
         return not self.findings
 
+    @property
+    def more(self) -> int:
+        """Findings that are only counted."""
+        return self.counts.get("failures", 0) - len(self.findings)
+
+    @property
+    def tests(self) -> list[dict[str, Any]]:
+        """Of the details those with a p-value."""
+        return [detail for detail in self.details if "p" in detail]
+
     def count(self, name: str, number: int = 1) -> None:
         self.counts[name] = self.counts.get(name, 0) + number
 

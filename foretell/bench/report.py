@@ -156,25 +156,15 @@ def _ratio(one: float, other: float) -> float:
 
 # ---- showing
 
-_COLUMNS = (
-    "category",
-    "scheme",
-    "plain tok/s",
-    "tok/s",
-    "speed-up",
-    "quartiles",
-    "end to end",
-    "τ",
-    "accepted by depth, %",
-    "ITL p50/p99, ms",
-    "plain ITL",
-    "TTFT, ms",
-    "plain TTFT",
+COLUMNS = (
+    *("category", "scheme", "plain tok/s", "tok/s", "speed-up", "quartiles", "end to end", "τ"),
+    *("accepted by depth, %", "ITL p50/p99, ms", "plain ITL", "TTFT, ms", "plain TTFT"),
     "same text",
 )
 
 
-def _cells(line: Line) -> list[str]:
+def cells(line: Line) -> list[str]:
+    """What stands in each of the `COLUMNS`."""
     low, high = line.speedup_quartiles
     return [
         line.category,
@@ -203,11 +193,11 @@ def markdown(lines: list[Line]) -> str:
     """The same two tables for a README."""
     tables: list[str] = []
     for chosen in (_SPEED, _LATENCY):
-        rows = [[_COLUMNS[i] for i in chosen], ["---" if i < 2 else "---:" for i in chosen]]
+        rows = [[COLUMNS[i] for i in chosen], ["---" if i < 2 else "---:" for i in chosen]]
         for line in lines:
-            cells = _cells(line)
+            own = cells(line)
             bold = "**" if line.category == TOTAL else ""
-            rows.append([f"{bold}{cells[i]}{bold}" for i in chosen])
+            rows.append([f"{bold}{own[i]}{bold}" for i in chosen])
         tables.append("\n".join("| " + " | ".join(row) + " |" for row in rows))
     return "\n\n".join(tables) + "\n"
 
@@ -225,9 +215,9 @@ def tables(lines: list[Line]) -> list[Table]:
                 pad_edge=False,
                 collapse_padding=True,
             )
-            rows = [[_cells(line)[i] for i in chosen if i != 1] for line in own]
+            rows = [[cells(line)[i] for i in chosen if i != 1] for line in own]
             for place, i in enumerate(i for i in chosen if i != 1):
-                header, width = _COLUMNS[i], max(len(row[place]) for row in rows)
+                header, width = COLUMNS[i], max(len(row[place]) for row in rows)
                 if len(header) > width:  # a header may break into lines, a cell may not
                     header = header.replace(" ", "\n")
                 table.add_column(Text(header), justify="right" if i else "left", no_wrap=True)
