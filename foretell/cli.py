@@ -246,11 +246,7 @@ def _load(config: EngineConfig) -> LLM:
     with status:
         from foretell.llm import LLM
 
-        return LLM(**_fields(config))
-
-
-def _fields(config: EngineConfig) -> dict[str, Any]:
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+        return LLM(**config.options())
 
 
 def _check_show_draft(show_draft: bool, config: EngineConfig) -> None:

@@ -220,6 +220,10 @@ class EngineConfig:
             )
         parse_memory(self.kv_memory)
 
+    def options(self, *without: str) -> dict[str, Any]:
+        """Fields by name, as `foretell.LLM` takes them."""
+        return {name: value for name, value in vars(self).items() if name not in without}
+
     def with_(self, **changes: object) -> EngineConfig:
         """A copy with some fields changed."""
         return replace(self, **changes)  # type: ignore[arg-type]

@@ -99,10 +99,9 @@ class Rig:
 
     def make(self, speculation: SpeculationConfig | str | None, slots: int, **changes: Any) -> LLM:
         """An engine with so many slots."""
-        names = set(EngineConfig.__dataclass_fields__) - {"model", "speculation"}
-        options = {name: getattr(self.engine, name) for name in names}
         rows = max(slots, self.engine.max_num_batched_tokens)
-        options |= {"max_num_seqs": slots, "max_num_batched_tokens": rows} | changes
+        limits = {"max_num_seqs": slots, "max_num_batched_tokens": rows}
+        options = self.engine.options("model", "speculation") | limits | changes
         return LLM(self.target, speculation=speculation, **options)
 
     def plain_alone(self) -> LLM:

@@ -135,7 +135,7 @@ def measure(
         advance: told how many turns are done.
 
     Raises:
-        ValueError: the engine failed an answer.
+        ValueError: the engine failed an answer, or there was none to ask for.
     """
     assert len({arm.name for arm in arms}) == len(arms) > 0
     result = Measurement()
@@ -169,6 +169,11 @@ def measure(
                 advance(sum(turn < len(c.turns) for c in group))
     except KeyboardInterrupt:
         result.complete = False
+    if result.complete and not result.answers:
+        raise ValueError(
+            "nothing was measured: no prompt fits into the context with its answer; "
+            "lower max_tokens or take other prompts"
+        )
     return result
 
 

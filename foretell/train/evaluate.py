@@ -4,7 +4,7 @@ has never seen. `foretell train evaluate`."""
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from foretell.bench.arms import open_llms
 from foretell.bench.environment import environment
 from foretell.bench.report import Line, broken_promises, summarize
 from foretell.bench.run import (
@@ -30,7 +31,7 @@ from foretell.bench.workloads import (
     pick,
     read_workload,
 )
-from foretell.config import EngineConfig, SpeculationConfig
+from foretell.config import EngineConfig
 from foretell.llm import LLM
 from foretell.progress import progress_bar
 from foretell.sequence import SamplingParams
@@ -105,8 +106,7 @@ def evaluate(
     Args:
         run: the run's directory.
         bench: as `foretell.bench`; its temperature is not looked at.
-        engine: target, weights and limits; its own speculation is not looked at, the prefix cache
-            is always off.
+        engine: target, weights and limits, see `open_llms`.
         head: the head's directory; by default the run's own.
         prompts: held-out prompts as `foretell.bench.workloads.parse` reads them; by default our own
             workload.
@@ -123,7 +123,7 @@ def evaluate(
     out = run / "evaluation.json"
     run.mkdir(parents=True, exist_ok=True)
     check_writable(out)
-    llms = _open(config.schemes(method, head), engine, bench.batch)
+    llms = open_llms(config.schemes(method, head), engine, bench.batch)
     arms = [Arm(PLAIN, next(iter(llms.values())), speculate=False)]
     arms += [Arm(name, llm) for name, llm in llms.items()]
 
@@ -155,32 +155,7 @@ def evaluate(
     return result
 
 
-def _open(
-    schemes: dict[str, SpeculationConfig], engine: EngineConfig, batch: int
-) -> dict[str, LLM]:
-    """One engine a scheme over one target, with room for what runs at once."""
-    slots = max(batch, engine.max_num_seqs)
-    # Whoever comes second would find the prompt's pages in the cache and win every prefill.
-    engine = engine.with_(
-        prefix_caching=False,
-        max_num_seqs=slots,
-        max_num_batched_tokens=max(slots, engine.max_num_batched_tokens),
-    )
-    options = {each.name: getattr(engine, each.name) for each in fields(engine)}
-    del options["model"], options["speculation"]
-    llms: dict[str, LLM] = {}
-    for name, speculation in schemes.items():
-        target = next(iter(llms.values())).target if llms else engine.model
-        llms[name] = LLM(target, speculation=speculation, **options)
-    return llms
-
-
 def _add(result: Evaluation, temperature: float, measurement: Measurement, arms: list[Arm]) -> None:
-    if not measurement.answers and measurement.complete:
-        raise ValueError(
-            "nothing was measured: no prompt fits into the context with its answer; lower "
-            "max_tokens or take other prompts"
-        )
     if measurement.answers:
         result.lines[temperature] = summarize(measurement, arms)
     if not measurement.complete:

@@ -114,14 +114,12 @@ def plan_features(
     source = answers if answers.exists() else run / "samples.jsonl"
     if not source.exists():
         raise ValueError(f"{source} is missing: make it with foretell train prepare --run {run}")
-    own = {"model", "speculation", "prefix_caching", "max_model_len"}
-    names = set(EngineConfig.__dataclass_fields__) - own
     llm, max_len = open_recorder(
         engine_config.model,
         taps=config.layers,
         topk=config.topk,
         max_len=config.max_len,
-        **{name: getattr(engine_config, name) for name in names},
+        **engine_config.options("model", "speculation", "prefix_caching", "max_model_len"),
     )
     index = Index(
         target=engine_config.model,

@@ -107,7 +107,7 @@ def regenerate(engine_config: EngineConfig, config: RegenerateConfig, run: Path)
         "seed": config.seed,
     }
     _check_settings(path, settings)
-    llm = LLM(**{name: getattr(engine_config, name) for name in EngineConfig.__dataclass_fields__})
+    llm = LLM(**engine_config.options())
     todo = list(read_samples(samples, llm.engine.runtime.vocab_size))
     out = Answers(len(todo))
     with Lines(path) as lines:

@@ -141,7 +141,7 @@ PROMPTS = [
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(evaluating, "LLM", WithText)
+    monkeypatch.setattr("foretell.bench.arms.LLM", WithText)
     heads_path = tmp_path / "run" / "fit" / "head"
     written("eagle restored", heads_path)
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, PROMPTS)))
