@@ -31,6 +31,28 @@ def whole(name: str, value: Any) -> int:
     raise ValueError(f"{name}={value!r}: must be a whole number")
 
 
+def check_range(config: object, least: float, most: float | None, *names: str) -> None:
+    """
+    Raises:
+        ValueError: one of those fields, where it is given, is a number out of range.
+    """
+    for name in names:
+        value = getattr(config, name)
+        if value is None or (least <= value < float("inf") and (most is None or value <= most)):
+            continue
+        legal = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name}={value}: must be {legal}")
+
+
+def check_choice(config: object, name: str, kind: Any) -> None:
+    """
+    Raises:
+        ValueError: the field is none of a Literal's values.
+    """
+    if (value := getattr(config, name)) not in get_args(kind):
+        raise ValueError(f"{name}={value!r}: choose one of {', '.join(get_args(kind))}")
+
+
 def weight_format(text: str) -> Weights:
     """``int8``, ``bf16``, ``f32`` or ``int4``, long spellings allowed.
 

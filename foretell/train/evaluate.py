@@ -37,8 +37,8 @@ from foretell.progress import progress_bar
 from foretell.sequence import SamplingParams
 from foretell.terminal import Origins
 from foretell.train.agreement import Agreement, agreement
+from foretell.train.config import EvaluateConfig
 from foretell.train.head_files import method_of
-from foretell.train.settings import EvaluateConfig
 
 TEMPERATURES = (0.0, 1.0)
 SAMPLES = 6

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from foretell.models.checkpoint import read_json
 from foretell.models.head_reader import open_tensors
+from foretell.train.config import FORMATS, Format
 from foretell.train.head_files import HeadFiles, read_head
 from foretell.train.layouts import Rows, eagle_layout, medusa_layout, speculators_layout
-from foretell.train.settings import FORMATS, Format
 
 DTYPES = {"": None, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 _BESIDE = ("token_ranking.json", "token_ids.pt", "README.md", "LICENSE")

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from foretell.drafters import find
 from foretell.models.frozen import FrozenTarget
 from foretell.spec.training import Rule
-from foretell.train.cli_fit import fit_head, make_head, plan
-from foretell.train.estimate import PRESETS, Machine, describe, estimate, size, sizes_of
+from foretell.train.estimate import PRESETS, describe, estimate, size, sizes_of
 from foretell.train.features import open_batches
-from foretell.train.fit_config import FitConfig
+from foretell.train.fit import fit_head, make_head, plan
+from foretell.train.fit_config import FitConfig, Machine
 from foretell.train.metrics import read_rows
 from foretell.train.store import Index
 from tests.tiny import write_model

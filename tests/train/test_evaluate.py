@@ -20,8 +20,8 @@ from foretell.models.head import Head
 from foretell.models.trainable_files import new_head
 from foretell.train import evaluate as evaluating
 from foretell.train.agreement import Agreement, agreement
+from foretell.train.config import EvaluateConfig
 from foretell.train.evaluate import evaluate, find_head, show
-from foretell.train.settings import EvaluateConfig
 from tests import heads, tiny
 
 TEXT = tiny.prompts(8, seed=5, longest=90)[-1]

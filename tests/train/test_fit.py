@@ -9,8 +9,8 @@ import torch
 
 from foretell.models.frozen import FrozenTarget
 from foretell.models.trainable_files import open_head
-from foretell.train.cli_fit import fit_head, split
 from foretell.train.features import open_batches
+from foretell.train.fit import fit_head, split
 from foretell.train.fit_config import FitConfig
 from foretell.train.metrics import read_rows
 from tests.tiny import write_model

@@ -1,4 +1,4 @@
-"""`foretell train fit`: from features on disk to a head."""
+"""Fourth stage: from features on disk to a head."""
 
 from __future__ import annotations
 
@@ -9,58 +9,27 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from torch import Tensor
 
 from foretell.drafters import find
-from foretell.flags import from_fields
 from foretell.models.frozen import FrozenTarget
 from foretell.models.trainable_files import Trainable, new_head, open_head
-from foretell.train.estimate import Machine, describe, estimate, sizes_of
-from foretell.train.fit_config import FitConfig
+from foretell.train.batches import PackedBatches
+from foretell.train.estimate import describe, estimate, sizes_of
+from foretell.train.features import open_batches
+from foretell.train.fit_config import FitConfig, Machine
 from foretell.train.parallel import Ranks, join
+from foretell.train.store import Index
 from foretell.train.trainer import Trainer, multiplies_bf16
-
-if TYPE_CHECKING:
-    from foretell.train.batches import PackedBatches
-
-
-@from_fields(FitConfig, Machine)
-def fit(
-    config: FitConfig,
-    machine: Machine,
-    run: Annotated[Path, typer.Option("--run", metavar="DIR", help="Directory of this run.")],
-    target: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="The target; the one of the features if not given."),
-    ] = None,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Begin anew: drop this run's checkpoints.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what it takes in memory, disk and time, and end.")
-    ] = False,
-) -> None:
-    """Fit a head to the features. Run it again to go on after an interruption; torchrun starts it
-    on several GPUs."""
-    if dry_run:
-        print(plan(config, machine, run, target))
-        return
-    done = fit_head(config, run, target=target, restart=restart)
-    if done is None:
-        print("saved; run it again to go on", file=sys.stderr)
-        raise typer.Exit(130)
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(f"wrote {done}")
 
 
 def fit_head(
     config: FitConfig, run: Path, *, target: str | None = None, restart: bool = False
 ) -> Path | None:
-    """What the command does, in this process or as one of several that torchrun started.
+    """Fits a head, in this process or as one of several that torchrun started.
 
     Returns:
         The finished head's directory; None: interrupted, and saved.
@@ -69,9 +38,6 @@ def fit_head(
         ValueError: no features, settings that do not fit them or an earlier part of the run, or
             a loss that is not finite.
     """
-    from foretell.train.features import open_batches
-    from foretell.train.store import Index
-
     with join(config.timeout) as ranks:
         index = Index.read(run / "features")
         target = target or index.target
@@ -115,8 +81,6 @@ def plan(config: FitConfig, machine: Machine, run: Path, target: str | None = No
     Raises:
         ValueError: neither is there.
     """
-    from foretell.train.store import Index
-
     tokens = machine.tokens
     if target is None or tokens is None:
         if not (run / "features" / "index.json").exists():
