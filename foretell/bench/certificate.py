@@ -3,7 +3,6 @@ page of HTML."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from foretell.bench.certify_config import CertifyConfig
 from foretell.bench.certify_part import Part, Rig
 from foretell.bench.environment import told
 from foretell.bench.page import render
+from foretell.files import sha256
 from foretell.models.hub import resolve
 from foretell.progress import progress_bar
 
@@ -87,15 +87,9 @@ def digests(path: Path) -> dict[Path, str]:
     out: dict[Path, str] = {}
     with progress_bar("hashing files", len(found)) as advance:
         for file in found:
-            out[file] = digest(file)
+            out[file] = sha256(file)
             advance(1)
     return out
-
-
-def digest(path: Path) -> str:
-    """SHA-256 of a file."""
-    with path.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def print_verdict(certificate: Certificate, console: Console) -> None:

@@ -22,12 +22,12 @@ from foretell.bench.run import (
     check_writable,
     measure,
     write_json,
-    write_whole,
 )
 from foretell.bench.timeline import record
 from foretell.bench.workloads import Conversation, default_workload, pick, read_workload
 from foretell.config import EngineConfig
 from foretell.engine.trace import Trace
+from foretell.files import write_whole
 from foretell.llm import LLM
 from foretell.progress import progress_bar
 
@@ -104,7 +104,7 @@ def bench(
         ids = llms[0].chat_prompt([{"role": "user", "content": conversations[0].turns[0]}])
         steps = record(arms, ids, config.seed, config.temperature) if len(ids) + 96 < room else {}
         about = facts | {"model": Path(engine.model).name, "weights": engine.weights}
-        write_whole(report, report_page(lines, measurement, swept, steps, about))
+        write_whole(report, report_page(lines, measurement, swept, steps, about).encode())
 
     if as_markdown:
         console.print(markdown(lines), markup=False, highlight=False, soft_wrap=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from foretell.bench.workloads import Conversation, by_category
+from foretell.files import write_whole
 from foretell.sequence import FinishReason, SamplingParams, Stats
 
 PLAIN = "plain"
@@ -265,7 +266,7 @@ def write_json(path: Path, measurement: Measurement, facts: dict[str, Any]) -> N
     """Writes everything measured, with what it was measured on.
 
     Raises:
-        ValueError: the file cannot be written.
+        OSError: the file cannot be written.
     """
     head = {**facts, "complete": measurement.complete, "skipped": measurement.skipped}
     answers = [json.dumps(_rounded(asdict(answer))) for answer in measurement.answers]
@@ -273,30 +274,7 @@ def write_json(path: Path, measurement: Measurement, facts: dict[str, Any]) -> N
     text = (
         json.dumps(head, indent=1)[:-2] + ',\n "answers": [\n' + ",\n".join(answers) + "\n ]\n}\n"
     )
-    write_whole(path, text)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file whole or not at all.
-
-    Raises:
-        ValueError: it cannot be written.
-    """
-    # A pipe or a device such as /dev/stdout is written to, a file is replaced once all is written.
-    special = path.exists() and not path.is_file()
-    part = path if special else path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            if not special:
-                os.fsync(file.fileno())
-        if not special:
-            part.replace(path)
-    except OSError as error:
-        if not special:
-            part.unlink(missing_ok=True)
-        raise ValueError(f"{path}: cannot be written ({error.strerror or error})") from None
+    write_whole(path, text.encode())
 
 
 def _rounded(answer: dict[str, Any]) -> dict[str, Any]:

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from foretell.config import EngineConfig
+from foretell.files import alone
 from foretell.llm import LLM
 from foretell.progress import progress_bar
 from foretell.train.batches import PackedBatches, Text
 from foretell.train.config import FeaturesConfig
-from foretell.train.files import alone, target_digest
+from foretell.train.files import target_digest
 from foretell.train.recorder import Recorded, open_recorder, record
 from foretell.train.regenerate import check_target
 from foretell.train.samples import Sample, read_samples

@@ -11,9 +11,9 @@ from markupsafe import Markup
 from foretell.bench.environment import told
 from foretell.bench.page import render
 from foretell.bench.plots import bar_chart, line_chart
+from foretell.files import write_whole
 from foretell.models.checkpoint import read_json
 from foretell.train.curves import curves, held_out
-from foretell.train.files import write_whole
 from foretell.train.metrics import Row, read_rows, span
 
 

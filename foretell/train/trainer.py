@@ -21,9 +21,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from foretell.files import alone, replacing
 from foretell.spec.training import Loss, Rule, TrainingBatch
-from foretell.train.checkpoints import Checkpoints, sync
-from foretell.train.files import alone
+from foretell.train.checkpoints import Checkpoints
 from foretell.train.fit_config import FitConfig
 from foretell.train.metrics import Display, Metrics, Row, Tally
 from foretell.train.parallel import LossOf, Ranks, exchange, settle, spread
@@ -266,14 +266,8 @@ class Trainer:
         final = self.directory / "head"
         state = self.weights.state()
         if self.ranks.first:
-            temporary = self.directory / ".step-head.partial"
-            self.checkpoints.sweep()
-            self.weights.write(temporary, state)
-            sync(temporary)
-            if final.exists():
-                final.rename(self.directory / ".step-head.removed")
-            temporary.rename(final)
-            self.checkpoints.sweep()
+            with replacing(final) as part:
+                self.weights.write(part, state)
         self.ranks.wait()
         return final
 

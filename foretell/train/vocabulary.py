@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
+from foretell.files import write_whole
 from foretell.models.hub import resolve
 from foretell.models.loader import open_source
-from foretell.train.files import write_whole
 from foretell.train.samples import Sample, read_samples
 
 
