@@ -101,7 +101,7 @@ class Rig:
         """An engine with so many slots."""
         rows = max(slots, self.engine.max_num_batched_tokens)
         limits = {"max_num_seqs": slots, "max_num_batched_tokens": rows}
-        options = self.engine.options("model", "speculation") | limits | changes
+        options: dict[str, Any] = self.engine.options("model", "speculation") | limits | changes
         return LLM(self.target, speculation=speculation, **options)
 
     def plain_alone(self) -> LLM:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 from xml.etree import ElementTree
 
 from markupsafe import Markup
@@ -29,7 +30,7 @@ class Picture:
         self._root = ElementTree.Element("svg", given)
         self._root.set("xmlns", "http://www.w3.org/2000/svg")
 
-    def add(self, tag: str, text: str = "", *, hint: str = "", **attributes: str | float) -> None:
+    def add(self, tag: str, *, text: str = "", hint: str = "", **attributes: Any) -> None:
         """Adds an element; attributes that are empty are left out, ``hint`` comes on hovering."""
         given = {
             name.strip("_").replace("_", "-"): value if isinstance(value, str) else f"{value:.2f}"
@@ -42,7 +43,19 @@ class Picture:
             ElementTree.SubElement(node, "title").text = hint
 
     def text(self, x: float, y: float, text: str, kind: str = "", anchor: str = "") -> None:
-        self.add("text", text, x=x, y=y, class_=kind, text_anchor=anchor)
+        self.add("text", text=text, x=x, y=y, class_=kind, text_anchor=anchor)
+
+    def bar(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        style: str,
+        hint: str = "",
+        rx: int = 0,
+    ) -> None:
+        self.add("rect", x=x, y=y, width=width, height=height, rx=rx, style=style, hint=hint)
 
     def title(self, title: str) -> None:
         self.text(8, 19, title, "title")
@@ -108,8 +121,8 @@ def line_chart(
         few = sum(map(len, pieces)) <= 40
         for px, py in (p for piece in pieces if few or len(piece) == 1 for p in piece):
             hint = f"{name}: {f'{py:.1%}' if percent else f'{py:.4g}'} at {px:g}"
-            at = {"cx": frame.at_x(px), "cy": frame.at_y(py), "r": 2.6}
-            frame.add("circle", hint=hint, style=f"fill:{colour(i)}", **at)
+            cx, cy, fill = frame.at_x(px), frame.at_y(py), f"fill:{colour(i)}"
+            frame.add("circle", hint=hint, style=fill, cx=cx, cy=cy, r=2.6)
     return frame.svg(frame.height)
 
 
@@ -139,8 +152,7 @@ def bar_chart(groups: Mapping[str, Mapping[str, float]], title: str, x: str) -> 
             number = f"{value:.{2 if value < 100 else 0}f}" if math.isfinite(value) else "-"
             size = wide * value / top if math.isfinite(value) else 0
             style, hint = f"fill:{colour(names.index(name))}", f"{label}, {name}: {number}"
-            place = {"x": left, "y": at + 1, "width": size, "height": thick - 2, "rx": 2}
-            picture.add("rect", hint=hint, style=style, **place)
+            picture.bar(left, at + 1, size, thick - 2, style, hint)
             picture.text(left + size + 6, at + thick / 2 + 4.5, number)
             at += thick
         at += gap

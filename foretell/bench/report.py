@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+import numpy as np
 from rich import box
 from rich.table import Table
 from rich.text import Text
@@ -132,13 +133,7 @@ def _itl(answers: list[Measured]) -> tuple[float, float]:
 
 def percentile(values: SequenceOf[float], percent: float) -> float:
     """Linear interpolation between closest ranks; 0 of nothing."""
-    if not values:
-        return 0.0
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return float(np.percentile(values, percent)) if values else 0.0
 
 
 def _median(values: Iterable[float]) -> float:

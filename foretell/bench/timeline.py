@@ -88,7 +88,7 @@ def timeline(lanes: dict[str, list[Step]]) -> Markup:
     span = min(steps[-1].end - steps[0].start for steps in shown.values())
     picture, x, y = Picture("steps and their phases over time", _WIDTH), 0.0, 56.0
     for phase in PHASES:
-        picture.add("rect", x=x, y=20, width=14, height=10, style=_fill(phase))
+        picture.bar(x, 20, 14, 10, _fill(phase))
         picture.text(x + 20, 29.5, phase)
         x += 44 + 8 * len(phase)
     for name, steps in shown.items():
@@ -103,9 +103,8 @@ def timeline(lanes: dict[str, list[Step]]) -> Markup:
                 x = _WIDTH * (start - origin) / span
                 wide = min(_WIDTH * (end - start) / span, _WIDTH - x)
                 if wide > 0:
-                    hint, place = f"{phase}: {1000 * (end - start):.2f} ms", {"x": x, "y": y + 38}
-                    place |= {"width": wide, "height": _BAR}
-                    picture.add("rect", hint=hint, style=_fill(phase), **place)
+                    hint = f"{phase}: {1000 * (end - start):.2f} ms"
+                    picture.bar(x, y + 38, wide, _BAR, _fill(phase), hint)
         picture.text(0, y + 12, f"{name}: {tokens} tokens in {1000 * span:.0f} ms", "label")
         y += _LANE + 14
     return picture.svg(y)

