@@ -147,7 +147,6 @@ def _tracing(path: Path | None, arms: list[Arm]) -> Iterator[None]:
         return
     with Trace(path) as trace:
         for arm in arms[1:]:
-            assert isinstance(arm.llm, LLM)
             name = f"{PLAIN} and {arm.name}" if arm is arms[1] else arm.name
             arm.llm.engine.metrics.trace_to(trace.track(name))
         yield

@@ -10,11 +10,16 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from foretell.bench.workloads import Conversation, by_category
+from foretell.config import check_range
 from foretell.files import write_whole
-from foretell.sequence import FinishReason, SamplingParams, Stats
+from foretell.sequence import FinishReason, SamplingParams
+
+if TYPE_CHECKING:  # torch comes in with it, and --help must not wait for torch
+    from foretell.answer import Result
+    from foretell.llm import LLM
 
 PLAIN = "plain"
 # Rules whose text is that of plain decoding, token for token, at every temperature.
@@ -39,35 +44,9 @@ class BenchConfig:
     """Same seed, same texts; every conversation gets its own from it."""
 
     def __post_init__(self) -> None:
-        if self.batch < 1:
-            raise ValueError(f"batch={self.batch}: must be 1 or more conversations at once")
-        if self.max_tokens < 2:
-            raise ValueError(f"max_tokens={self.max_tokens}: a decoding speed needs 2 or more")
+        check_range(self, 1, None, "batch")
+        check_range(self, 2, None, "max_tokens")
         SamplingParams(temperature=self.temperature)  # refuses what is out of range
-
-
-class Answer(Protocol):
-    """The part of `foretell.llm.Result` that is measured."""
-
-    @property
-    def token_ids(self) -> list[int]: ...
-    @property
-    def text(self) -> str: ...
-    @property
-    def finish_reason(self) -> FinishReason: ...
-    @property
-    def stats(self) -> Stats: ...
-    @property
-    def error(self) -> str | None: ...
-
-
-class Answerer(Protocol):
-    """The part of `foretell.llm.LLM` that is measured."""
-
-    def chat_prompt(self, messages: Any, /) -> list[int]: ...
-    def generate(
-        self, prompts: Any, params: Any = None, /, *, speculate: bool = True
-    ) -> SequenceOf[Answer]: ...
 
 
 @dataclass(frozen=True)
@@ -75,7 +54,7 @@ class Arm:
     """One way to decode, compared with the others."""
 
     name: str
-    llm: Answerer
+    llm: LLM
     speculate: bool = True
     same_text: bool = True
     """Does it promise the text of plain decoding?"""
@@ -203,7 +182,7 @@ def _warm_up(
 
 def _timed(
     arm: Arm, prompts: list[list[int]], params: list[SamplingParams]
-) -> tuple[SequenceOf[Answer], float]:
+) -> tuple[SequenceOf[Result], float]:
     start = time.perf_counter()
     answers = arm.llm.generate(prompts, params, speculate=arm.speculate)
     return answers, time.perf_counter() - start
@@ -212,7 +191,7 @@ def _timed(
 def _compare(
     arms: SequenceOf[Arm],
     asked: list[tuple[Conversation, list[dict[str, str]], list[int]]],
-    taken: dict[str, tuple[SequenceOf[Answer], float]],
+    taken: dict[str, tuple[SequenceOf[Result], float]],
     turn: int,
 ) -> Iterable[Measured]:
     for i, (conversation, _, _) in enumerate(asked):

@@ -10,7 +10,6 @@ from markupsafe import Markup
 from foretell.bench.plots import Picture, colour
 from foretell.bench.run import Arm
 from foretell.engine.metrics import PHASES
-from foretell.llm import LLM
 from foretell.sequence import SamplingParams
 
 _WIDTH, _LANE, _BAR = 900, 74, 30
@@ -55,7 +54,6 @@ def record(arms: list[Arm], ids: list[int], seed: int, temperature: float) -> di
     params = SamplingParams(temperature=temperature, seed=seed, max_tokens=96)
     found: dict[str, list[Step]] = {}
     for arm in arms:
-        assert isinstance(arm.llm, LLM)
         recorder = Recorder()
         arm.llm.engine.metrics.trace_to(recorder)
         arm.llm.generate(ids, params, speculate=arm.speculate)

@@ -8,13 +8,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from foretell.bench.arms import open_llms
 from foretell.bench.environment import environment
-from foretell.bench.report import Line, broken_promises, summarize
+from foretell.bench.report import Line, broken_promises, histogram, summarize, tables
 from foretell.bench.run import (
     PLAIN,
     Arm,
@@ -228,35 +226,14 @@ def cumulative(line: Line) -> list[float]:
 
 
 def show(result: Evaluation, console: Console) -> None:
-    """Two tables: what it is worth, and where drafts end."""
-    worth = _table("temp", "draft", "τ", "plain\ntok/s", "tok/s", "speed-up", "same text")
-    where = _table("temp", "draft", "accepted of those\nthat got there, %", "of all drafts, %")
-    for temperature, line in result.totals():
-        head = (f"{temperature:g}", line.scheme)
-        worth.add_row(
-            *head,
-            f"{line.tau:.2f}",
-            f"{line.plain_speed:.1f}",
-            f"{line.speed:.1f}",
-            f"{line.speedup:.2f}x",
-            f"{line.num_identical}/{line.num_answers}",
-        )
-        where.add_row(*head, _percent(line.acceptance), _percent(cumulative(line)))
-    console.print(worth)
-    console.print(where)
-    console.print(str(result.agreement), markup=False, highlight=False, soft_wrap=True)
-    if not result.valid:
-        console.print("NOT VALID:", markup=False, highlight=False)
-    for problem in result.problems:
-        console.print(f"  {problem}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 1 else "right", no_wrap=True)
-    return table
-
-
-def _percent(shares: list[float]) -> str:
-    return " ".join(f"{100 * share:.0f}" for share in shares) or "-"
+    """What it is worth and where drafts end, as `foretell bench` shows it."""
+    lines = [
+        replace(line, category=line.scheme, scheme=f"temperature {temperature:g}")
+        for temperature, line in result.totals()
+    ]
+    for table in tables(lines):
+        console.print(table)
+    named = [replace(line, scheme=f"{line.category}, {line.scheme}") for line in lines]
+    said = [histogram(named), str(result.agreement), *(["NOT VALID:"] if result.problems else [])]
+    for text in (*said, *(f"  {problem}" for problem in result.problems)):
+        console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import math
 import os
 import sys
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from foretell.drafters import find
 from foretell.models.frozen import FrozenTarget
+from foretell.models.head_reader import draft_ids
 from foretell.models.trainable_files import Trainable, new_head, open_head
 from foretell.train.batches import PackedBatches
 from foretell.train.estimate import describe, estimate, sizes_of
@@ -42,7 +42,7 @@ def fit_head(
         index = Index.read(run / "features")
         target = target or index.target
         frozen = FrozenTarget.open(target)
-        ids = draft_ids(config.draft_vocab, frozen.config.vocab_size)
+        ids = draft_ids(config.draft_vocab or "", run, frozen.config.vocab_size)
         head = make_head(config, frozen, ids)
         batches = open_batches(
             run, target=target, taps=head.taps, max_len=config.max_len,
@@ -90,7 +90,7 @@ def plan(config: FitConfig, machine: Machine, run: Path, target: str | None = No
         index = Index.read(run / "features")
         target, tokens = target or index.target, tokens or float(index.num_tokens)
     sizes = sizes_of(target)
-    ids = draft_ids(config.draft_vocab, sizes.config.vocab_size)
+    ids = draft_ids(config.draft_vocab or "", run, sizes.config.vocab_size)
     scheme: Any = find(config.method)
     bf16 = machine.device != "cpu" or multiplies_bf16(torch.device("cpu"), config.autocast)
     reckoned = estimate(
@@ -108,28 +108,6 @@ def make_head(config: FitConfig, target: FrozenTarget, ids: Tensor | None) -> Tr
         config.method, target, norms=config.norms, draft_ids=ids,
         num_layers=config.layers, num_heads=config.heads, seed=config.seed,
     )  # fmt: skip
-
-
-def draft_ids(path: str | None, vocab_size: int) -> Tensor | None:
-    """[Vd] int64 ascending, of a JSON list of the target's token ids.
-
-    Raises:
-        ValueError: the file holds something else.
-    """
-    if path is None:
-        return None
-    try:
-        given = json.loads(Path(path).read_text())
-    except ValueError:
-        given = None
-    if not isinstance(given, list) or not given or not all(type(i) is int for i in given):
-        raise ValueError(
-            f"{path} is no list of token ids: make one with foretell train draft-vocab"
-        )
-    ids = sorted(set(given))
-    if ids[0] < 0 or ids[-1] >= vocab_size or len(ids) < len(given):
-        raise ValueError(f"{path}: token ids must differ and be from 0 to {vocab_size - 1}")
-    return torch.tensor(ids)
 
 
 def split(

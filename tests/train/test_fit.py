@@ -70,7 +70,7 @@ def test_a_reduced_vocabulary_and_fine_tuning(tmp_path, target):
     with pytest.raises(ValueError, match="from 0 to 63"):
         fit_head(config, run)
     (run / "ids.json").write_text('{"a": 1}')
-    with pytest.raises(ValueError, match="is no list of token ids"):
+    with pytest.raises(ValueError, match="not a list of token ids"):
         fit_head(config, run)
 
 
