@@ -128,7 +128,7 @@ class SpeculationConfig:
         if text.strip().lower() in ("", "none", "off"):
             return None
         # A plus sign may be part of a path: the next scheme begins with a name and its options.
-        first, *others = re.split(r"\+(?=[\w.\-]+(?::[^/]|\+|$))", text)
+        first, *others = _joined(re.split(r"\+(?=[\w.\-]+(?::[^/]|\+|$))", text))
         schemes = [cls._parse(part) for part in (first, *others)]
         if not others:
             return schemes[0]
@@ -176,6 +176,16 @@ class SpeculationConfig:
                     f"speculation {text!r}: k takes a whole number, threshold a number"
                 ) from None
             raise
+
+
+def _joined(parts: list[str]) -> list[str]:
+    """Schemes that were divided at plus signs, whole again where one belongs to a path that is
+    there."""
+    for count in range(len(parts), 1, -1):
+        whole = "+".join(parts[:count])
+        if "=" in whole and Path(whole.rpartition("=")[2]).expanduser().exists():
+            return [whole, *_joined(parts[count:])]
+    return [parts[0], *_joined(parts[1:])] if parts else []
 
 
 @dataclass(frozen=True, kw_only=True)

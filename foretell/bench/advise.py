@@ -221,6 +221,11 @@ def _print(
         say(
             f"{f.batch:7}  {f.speedup:7.2f}x  {interval:>11}  {f.tau:4.2f}  {f.depth:5}  {f.scheme}"
         )
+    say(
+        "speed-up: with what is configured; 90%: where it lies for other prompts; tau: tokens a "
+        "target pass with drafts always made; depth: draft tokens that pay most at that load by "
+        "what steps cost here, 0: none do"
+    )
     first = findings[0].batch
     # What surely pays goes before what may pay more.
     best = max((f for f in findings if f.batch == first), key=lambda f: (f.low >= WORTH, f.speedup))

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from foretell.bench.arms import open_llms, parse_scheme
 from foretell.bench.environment import environment
-from foretell.bench.report import broken_promises, histogram, markdown, summarize, tables
+from foretell.bench.report import broken_promises, histogram, markdown, show_tables, summarize
 from foretell.bench.report_page import report_page
 from foretell.bench.run import (
     PLAIN,
@@ -109,8 +109,7 @@ def bench(
     if as_markdown:
         console.print(markdown(lines), markup=False, highlight=False, soft_wrap=True)
     else:
-        for table in tables(lines):
-            console.print(table)
+        show_tables(lines, console)
         console.print(histogram(lines), markup=False, highlight=False)
     broken = broken_promises(measurement, arms)
     for note in _notes(measurement.skipped, measurement.complete, broken, llms):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -197,8 +198,12 @@ def markdown(lines: list[Line]) -> str:
     return "\n\n".join(tables) + "\n"
 
 
-def tables(lines: list[Line]) -> list[Table]:
-    """For the terminal: two tables for each scheme, speeds, then acceptance and latencies."""
+def tables(lines: list[Line], narrow: bool = True) -> list[Table]:
+    """Two for each scheme: speeds, then acceptance and latencies.
+
+    Args:
+        narrow: headers may break into lines, so that it fits into 80 columns.
+    """
     shown: list[Table] = []
     for scheme in dict.fromkeys(line.scheme for line in lines):
         own = [line for line in lines if line.scheme == scheme]
@@ -213,13 +218,24 @@ def tables(lines: list[Line]) -> list[Table]:
             rows = [[cells(line)[i] for i in chosen if i != 1] for line in own]
             for place, i in enumerate(i for i in chosen if i != 1):
                 header, width = COLUMNS[i], max(len(row[place]) for row in rows)
-                if len(header) > width:  # a header may break into lines, a cell may not
+                if narrow and len(header) > width:  # a cell may not break
                     header = header.replace(" ", "\n")
                 table.add_column(Text(header), justify="right" if i else "left", no_wrap=True)
             for line, row in zip(own, rows, strict=True):
                 table.add_row(*map(Text, row), style="bold" if line.category == TOTAL else None)
             shown.append(table)
     return shown
+
+
+def show_tables(lines: list[Line], console: Console) -> None:
+    """Prints `tables`, as wide as they are: a narrow terminal breaks their lines, but nothing is
+    cut off."""
+    before = console.width
+    for table in tables(lines, narrow=console.is_terminal):
+        free = console.options.update(max_width=1000)
+        console.width = max(before, console.measure(table, options=free).maximum)
+        console.print(table)
+        console.width = before
 
 
 def histogram(lines: list[Line], width: int = 40) -> str:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from foretell.bench.arms import open_llms
 from foretell.bench.environment import environment
-from foretell.bench.report import Line, broken_promises, histogram, summarize, tables
+from foretell.bench.report import Line, broken_promises, histogram, show_tables, summarize
 from foretell.bench.run import (
     PLAIN,
     Arm,
@@ -231,8 +231,7 @@ def show(result: Evaluation, console: Console) -> None:
         replace(line, category=line.scheme, scheme=f"temperature {temperature:g}")
         for temperature, line in result.totals()
     ]
-    for table in tables(lines):
-        console.print(table)
+    show_tables(lines, console)
     named = [replace(line, scheme=f"{line.category}, {line.scheme}") for line in lines]
     said = [histogram(named), str(result.agreement), *(["NOT VALID:"] if result.problems else [])]
     for text in (*said, *(f"  {problem}" for problem in result.problems)):

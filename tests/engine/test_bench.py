@@ -18,6 +18,7 @@ from foretell.bench.report import (
     histogram,
     markdown,
     percentile,
+    show_tables,
     summarize,
     tables,
 )
@@ -387,6 +388,14 @@ def test_tables_and_histogram() -> None:
     rows = [row for row in printed if "math_reasoning" in row]
     assert [row.split()[-1] for row in rows] == ["4/4", "23456"]
     assert "100 100 100 100 100    12.3/123.4  1000.0/1000.0  12345" in rows[1]
+    for width in (40, 80):  # a file, or whatever is narrower than the table
+        console = Console(width=width, file=io.StringIO())
+        show_tables([*lines, wide], console)
+        printed = console.file.getvalue()
+        assert "…" not in printed
+        assert "accepted by depth, %" in printed
+        assert "100 100 100 100 100" in printed
+        assert console.width == width
     drawn = histogram(lines, width=10).split("\n")
     assert drawn[0] == "fast: 40 drafts, τ 1.80"
     assert drawn[1] == "  depth  1 ████████    80%  (80% of arrivals)"
