@@ -124,8 +124,9 @@ def split(
     count = -(-count // world) * world if share else 0
     if total - count < world:
         raise ValueError(
-            f"{total} batches do not go round for {world} ranks and a held-out part: lower "
-            "--batch-tokens, or leave the held-out part out with --held-out 0"
+            f"{batches.num_tokens:,} tokens make {total} of the {world + count} batches that "
+            f"{world} process(es) and the part that is held out need: prepare more texts, lower "
+            "--batch-tokens and --max-len, or learn from all of them with --held-out 0"
         )
     if not count:
         return batches, None

@@ -196,7 +196,7 @@ def test_chain_and_tree_are_measured_at_both_temperatures(run: Path) -> None:
 
 def test_the_tables_say_what_was_found(run: Path) -> None:
     out = io.StringIO()
-    show(evaluated(run), Console(file=out, width=80))
+    show(evaluated(run), Console(file=out, width=80, force_terminal=True, color_system=None))
     text = out.getvalue()
     assert "chain" in text
     assert "tree" in text
