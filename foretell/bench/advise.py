@@ -14,6 +14,7 @@ import shlex
 import statistics
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -23,6 +24,7 @@ from rich.console import Console
 from foretell.bench.arms import open_llms, parse_scheme
 from foretell.bench.command import DEFAULT_SCHEMES
 from foretell.bench.report import Line, percentile, summarize
+from foretell.bench.report import say as tell
 from foretell.bench.roofline import Roofline
 from foretell.bench.run import PLAIN, Arm, BenchConfig, Measurement, measure
 from foretell.bench.workloads import Conversation, default_workload, pick, read_workload
@@ -214,7 +216,7 @@ def _print(
     engine: EngineConfig,
     prompts: Path | None,
 ) -> None:
-    say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
+    say = partial(tell, console)
     say(f"{'at once':>7}  {'speed-up':>8}  {'90%':>11}  {'tau':>4}  {'depth':>5}  scheme")
     for f in findings:
         interval = f"{f.low:.2f}-{f.high:.2f}"
@@ -266,7 +268,7 @@ def _print(
 def _print_prediction(
     console: Console, findings: list[Finding], roofline: Roofline, context: int
 ) -> None:
-    say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
+    say = partial(tell, console)
     say(f"\nExtrapolated, not measured. {roofline.assumptions}.")
     say(f"{'at once':>7}  {'speed-up':>8}  {'depth':>5}  scheme   ({context} tokens of context)")
     first = findings[0].batch

@@ -14,6 +14,7 @@ from foretell.bench.certify_config import CertifyConfig
 from foretell.bench.certify_part import Part, Rig
 from foretell.bench.environment import told
 from foretell.bench.page import render
+from foretell.bench.report import say
 from foretell.files import sha256
 from foretell.models.hub import resolve
 from foretell.progress import progress_bar
@@ -94,27 +95,23 @@ def digests(path: Path) -> dict[Path, str]:
 
 def print_verdict(certificate: Certificate, console: Console) -> None:
     """A line for each part, what is wrong below it, and the verdict."""
-
-    def say(text: str, style: str | None = None) -> None:
-        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
-
     for part in certificate.parts:
         counts = ", ".join(f"{number:,} {name}" for name, number in part.counts.items())
-        say(f"{'pass' if part.passed else 'FAIL'}  {part.name}: {counts}",
+        say(console, f"{'pass' if part.passed else 'FAIL'}  {part.name}: {counts}",
             None if part.passed else "bold red")  # fmt: skip
         for line in part.findings:
-            say(f"      {line}")
+            say(console, f"      {line}")
         if part.more:
-            say(f"      and {part.more} more")
+            say(console, f"      and {part.more} more")
         for line in part.notes:
-            say(f"      note: {line}")
+            say(console, f"      note: {line}")
     about = certificate.about
     what = f"{about['scheme']} on {about['model']} ({about['weights']})"
     if certificate.passed:
-        say(f"Speculation changes nothing: {what}.", "bold green")
+        say(console, f"Speculation changes nothing: {what}.", "bold green")
     else:
         failed = ", ".join(part.name for part in certificate.parts if not part.passed)
-        say(f"NOT CERTIFIED: {what} fails {failed}.", "bold red")
+        say(console, f"NOT CERTIFIED: {what} fails {failed}.", "bold red")
 
 
 def _pairs(values: dict[str, Any], before: str = ": ") -> str:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from foretell.bench.arms import open_llms, parse_scheme
 from foretell.bench.environment import environment
-from foretell.bench.report import broken_promises, histogram, markdown, show_tables, summarize
+from foretell.bench.report import broken_promises, histogram, markdown, say, show_tables, summarize
 from foretell.bench.report_page import report_page
 from foretell.bench.run import (
     PLAIN,
@@ -107,13 +107,13 @@ def bench(
         write_whole(report, report_page(lines, measurement, swept, steps, about).encode())
 
     if as_markdown:
-        console.print(markdown(lines), markup=False, highlight=False, soft_wrap=True)
+        say(console, markdown(lines))
     else:
         show_tables(lines, console)
-        console.print(histogram(lines), markup=False, highlight=False)
+        say(console, histogram(lines))
     broken = broken_promises(measurement, arms)
     for note in _notes(measurement.skipped, measurement.complete, broken, llms):
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
+        say(console, note)
     return not broken
 
 

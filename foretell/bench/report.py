@@ -227,6 +227,11 @@ def tables(lines: list[Line], narrow: bool = True) -> list[Table]:
     return shown
 
 
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """Prints plain text, broken into lines by the terminal alone."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
 def show_tables(lines: list[Line], console: Console) -> None:
     """Prints `tables`, as wide as they are: a narrow terminal breaks their lines, but nothing is
     cut off."""

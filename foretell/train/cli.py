@@ -192,6 +192,8 @@ def export(
     ] = "",
 ) -> None:
     """Write a head in a layout of its own or another engine's; nothing is left out silently."""
+    from foretell.models.hub import resolve
+    from foretell.models.loader import open_source
     from foretell.train import export as stage
     from foretell.train.evaluate import find_head
 
@@ -201,7 +203,7 @@ def export(
     written = stage.export(
         head or find_head(run), out, chosen, stage.target_rows(model),
         verifier=verifier or model, tokens=tokens, dtype=dtype,
-        architecture=stage.architecture_of(model) if form == "speculators" else "",
+        architecture=open_source(resolve(model))[1].architecture,
     )  # fmt: skip
     size = sum(tensor.nbytes for tensor in written.tensors.values())
     print(f"wrote {out}: {written.method}, {len(written.tensors)} tensors, {size / 1e6:.1f} MB")

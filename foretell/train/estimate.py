@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rich.filesize import decimal
 
+from foretell.bench.roofline import GPUS
 from foretell.models.config import ModelConfig
 from foretell.models.frozen import FrozenTarget
 from foretell.models.hub import resolve
@@ -20,14 +22,6 @@ from foretell.models.trainable_files import new_head
 from foretell.spec.training import Rule
 from foretell.train.fit_config import FitConfig, Machine
 from foretell.train.metrics import span
-
-_PEAKS: dict[str, tuple[float, float]] = {
-    "a100": (312e12, 2.0e12),
-    "h100": (989e12, 3.35e12),
-    "h200": (989e12, 4.8e12),
-    "b200": (2250e12, 8.0e12),
-}
-"""Dense bf16 operations a second and bytes of memory a second, as their makers state them."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +205,7 @@ def peaks(machine: Machine) -> tuple[float, float]:
     if machine.device == "cpu" and not (machine.flops and machine.bandwidth):
         flops, bandwidth = measured_peaks()
     else:
-        flops, bandwidth = _PEAKS.get(machine.device, (0.0, 0.0))
+        bandwidth, flops = GPUS.get(machine.device.upper(), (0.0, 0.0))
         flops *= machine.utilisation
     return machine.flops or flops, machine.bandwidth or bandwidth
 
@@ -262,11 +256,7 @@ def describe(e: Estimate, config: FitConfig, machine: Machine, tokens: float) ->
 
 def size(count: float) -> str:
     """Bytes as people say them: 3.4 MB, 1.2 TB."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if count < 1000 or unit == "TB":
-            break
-        count /= 1000
-    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+    return decimal(int(count))
 
 
 def _count(number: float) -> str:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from foretell.bench.arms import open_llms
 from foretell.bench.environment import environment
-from foretell.bench.report import Line, broken_promises, histogram, show_tables, summarize
+from foretell.bench.report import Line, broken_promises, histogram, say, show_tables, summarize
 from foretell.bench.run import (
     PLAIN,
     Arm,
@@ -235,4 +235,4 @@ def show(result: Evaluation, console: Console) -> None:
     named = [replace(line, scheme=f"{line.category}, {line.scheme}") for line in lines]
     said = [histogram(named), str(result.agreement), *(["NOT VALID:"] if result.problems else [])]
     for text in (*said, *(f"  {problem}" for problem in result.problems)):
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        say(console, text)

@@ -121,13 +121,3 @@ def target_rows(model: str) -> Rows:
 
 
 _EMBEDDING = "model.embed_tokens.weight"
-
-
-def architecture_of(model: str) -> str:
-    """The class that Transformers gives a target, by its config."""
-    path = resolve(model)
-    if path.is_dir():
-        named = read_json(path / "config.json").get("architectures")
-        if isinstance(named, list) and named:
-            return str(named[0])
-    return "LlamaForCausalLM"

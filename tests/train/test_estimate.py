@@ -146,5 +146,5 @@ def test_dry_run_starts_nothing(tmp_path, target):
 
 def test_sizes_are_said_as_people_do():
     assert [size(n) for n in (12, 3400, 5.5e6, 7e9, 2.46e13)] == [
-        "12 B", "3.4 kB", "5.5 MB", "7.0 GB", "24.6 TB",
+        "12 bytes", "3.4 kB", "5.5 MB", "7.0 GB", "24.6 TB",
     ]  # fmt: skip
