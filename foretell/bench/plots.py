@@ -276,7 +276,10 @@ def _number(value: float) -> str:
     if abs(value) >= 1e4:
         size, unit = (1e6, "M") if abs(value) >= 1e6 else (1e3, "k")
         return f"{value / size:.4g}{unit}"
-    return f"{value:.4g}".replace("e-0", "e-")
+    if 0 < abs(value) < 1e-3:
+        digits, power = f"{value:.3e}".split("e")
+        return f"{float(digits):g}e{int(power)}"
+    return f"{value:.4g}"
 
 
 def _empty(title: str) -> Markup:
