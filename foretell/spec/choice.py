@@ -85,12 +85,12 @@ class Choice:
         grants = [grant._replace(least=least[grant.scheme]) for grant in grants]
         if mixed and any(counts):
             paying = [m for m in schemes if alone[m][0] > WORTHWHILE * plain]
-            grants = [
+            in_turn = [
                 self._in_turn(b, grant, [self._grant(m, b, alone[m][1][b]) for m in paying], least)
                 for b, grant in enumerate(grants)
             ]
-            if sum(grant.most for grant in grants) > self.room:
-                grants = [grant._replace(instead=None) for grant in grants]
+            if sum(grant.most for grant in in_turn) <= self.room:
+                grants = in_turn
         return rate if any(counts) else plain, grants
 
     def _grant(self, m: int, b: int, count: int) -> Grant:
