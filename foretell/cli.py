@@ -77,6 +77,7 @@ System = Annotated[
 def generate(
     engine: EngineConfig,
     sampling: SamplingParams,
+    context: typer.Context,
     prompts: Annotated[
         list[str] | None,
         typer.Argument(metavar="PROMPT", help="Prompts; - reads one from standard input."),
@@ -101,12 +102,13 @@ def generate(
     ] = False,
     trace: TraceFile = None,
 ) -> None:
-    """Answer one prompt or many."""
+    """Answer one prompt or many. Sampling that is not given is as the model's maker recommends."""
     if system and as_chat is False:
         raise ValueError("--system goes through the chat template: leave out --raw")
     texts = read_prompts(prompts or [], file or [])
     _check_show_draft(show_draft, engine)
     llm = _open(engine)
+    sampling = _recommended(llm, sampling, context)
     assert llm.tokenizer is not None
     if as_chat is None:
         as_chat = llm.tokenizer.has_chat_template
@@ -144,12 +146,15 @@ def generate(
 def chat_command(
     engine: EngineConfig,
     sampling: SamplingParams,
+    context: typer.Context,
     system: System = None,
     show_draft: ShowDraft = False,
 ) -> None:
-    """Talk to a model in the terminal. Ctrl-C stops an answer, Ctrl-D leaves."""
+    """Talk to a model in the terminal. Ctrl-C stops an answer, Ctrl-D leaves. Sampling that is not
+    given is as the model's maker recommends."""
     _check_show_draft(show_draft, engine)
-    chat(_open(engine), sampling, Screen(show_draft=show_draft), system)
+    llm = _open(engine)
+    chat(llm, _recommended(llm, sampling, context), Screen(show_draft=show_draft), system)
 
 
 app.command("bench")(bench)
@@ -251,6 +256,13 @@ def _load(config: EngineConfig) -> LLM:
 
 def _fields(config: EngineConfig) -> dict[str, Any]:
     return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+
+
+def _recommended(llm: LLM, given: SamplingParams, context: typer.Context) -> SamplingParams:
+    """Parameters with the model's own in place of those that nobody gave."""
+    source = context.get_parameter_source
+    silent = (name for name in llm.target.recommended if str(source(name)).endswith("DEFAULT"))
+    return dataclasses.replace(given, **{name: llm.target.recommended[name] for name in silent})
 
 
 def _check_show_draft(show_draft: bool, config: EngineConfig) -> None:

@@ -176,7 +176,8 @@ class Service:
             prompts = [self.chat_ids(request)]
         else:
             prompts = [self.ids_of(prompt) for prompt in request.prompts]
-        return self.sequences(request, prompts, request.sampling(), name), len(prompts)
+        params = request.sampling(self.llm.target.recommended)
+        return self.sequences(request, prompts, params, name), len(prompts)
 
     def health(self) -> dict[str, Any]:
         scheduler, cache = self.llm.engine.scheduler, self.llm.engine.cache
@@ -196,6 +197,7 @@ class Service:
             "created": self.started,
             "owned_by": "foretell",
             "max_model_len": self.llm.engine.runtime.max_model_len,
+            "sampling": dict(self.llm.target.recommended),
             "speculation": None
             if speculation is None
             else {

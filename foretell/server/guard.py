@@ -21,6 +21,7 @@ from foretell.server.metrics import ServerMetrics
 log = logging.getLogger("foretell.server.requests")
 OPEN = {"/", "/health", "/openapi.json"}
 """Paths that need no key, beside the page's parts: they tell nothing of what is asked."""
+_LOGGERS = {"uvicorn.error": "uvicorn"}  # what it has to say, errors or not
 _METHODS = {"GET", "POST", "OPTIONS", "HEAD"}
 _ID = re.compile(r"[\w.:-]{1,64}")
 
@@ -141,7 +142,7 @@ class JsonLines(logging.Formatter):
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
             + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
-            "logger": record.name,
+            "logger": _LOGGERS.get(record.name, record.name),
             "message": record.getMessage(),
             **getattr(record, "fields", {}),
         }

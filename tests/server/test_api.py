@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from foretell.sequence import SamplingParams
@@ -84,6 +86,28 @@ def test_every_sampling_field_reaches_the_engine(server):
             [each.logprob for each in result.logprobs], abs=1e-4
         )
         assert all(len(top) <= 3 for top in choice["logprobs"]["top_logprobs"])
+
+
+def test_what_a_request_does_not_say_is_as_the_models_maker_recommends():
+    own = {"temperature": 0.7, "top_k": 5, "repetition_penalty": 1.2}
+    engine = rig.llm()
+    engine.target = replace(engine.target, recommended=own)
+    with rig.running(engine=engine) as server:
+        (model,) = server.http.get("/v1/models").json()["data"]
+        assert model["sampling"] == own
+        body = {"prompt": PROMPT, "seed": 3, "max_tokens": 40}
+        for given in ({}, {"temperature": 1.5}, {"temperature": 0, "repetition_penalty": 1}):
+            params = SamplingParams(**{**own, **given}, seed=3, max_tokens=40)
+            (expected,) = rig.llm().generate(PROMPT, params)
+            said = server.complete(**body, **given)["choices"][0]["text"]
+            streamed = server.stream("/v1/completions", **body, **given)
+            assert said == "".join(e["choices"][0]["text"] for e in streamed) == expected.text
+        assert (
+            server.chat(seed=1, max_tokens=9)["choices"]
+            == server.chat(**own, seed=1, max_tokens=9)["choices"]
+        )
+    assert rig.llm().params() == SamplingParams()
+    assert engine.params(top_k=2) == SamplingParams(**own | {"top_k": 2})
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 1, 20])

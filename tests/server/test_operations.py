@@ -297,6 +297,13 @@ def test_the_end_does_not_wait_for_ever():
         check(asked.result(), 503, code="unavailable")
 
 
+def test_loggers_have_sensible_names():
+    for name, told in {"uvicorn.error": "uvicorn", "foretell.server": "foretell.server"}.items():
+        record = logging.LogRecord(name, logging.INFO, "x.py", 1, "started %d", (3,), None)
+        line = json.loads(JsonLines().format(record))
+        assert (line["logger"], line["message"], line["level"]) == (told, "started 3", "info")
+
+
 def test_every_request_leaves_one_line_with_its_id(caplog):
     caplog.set_level(logging.INFO, "foretell.server.requests")
     with rig.running() as server:
