@@ -148,7 +148,7 @@ class Service:
         chat = isinstance(request, ChatRequest)
         name = f"{'chatcmpl' if chat else 'cmpl'}-{http.state.request_id}-{time.monotonic_ns():x}"
         # Templates and tokenizers take their time over long prompts: the loop goes on meanwhile.
-        sequences, num_prompts = await asyncio.to_thread(self._prepare, request, name)
+        sequences, num_prompts = await asyncio.to_thread(self.prepare, request, name)
         calls = self.calls if isinstance(request, ChatRequest) and request.offered else None
         flight = self.bridge.submit(sequences, self.config.request_timeout)
         answering = Answering(
@@ -166,7 +166,7 @@ class Service:
         options = request.stream_options
         return EventStream(answering, with_usage=options is not None and options.include_usage)
 
-    def _prepare(
+    def prepare(
         self, request: ChatRequest | CompletionRequest, name: str
     ) -> tuple[list[Sequence], int]:
         if isinstance(request, ChatRequest):
