@@ -317,6 +317,8 @@ class Sequence:
     """False: no drafts, and the drafter does not even watch."""
     k: int | None = None
     """Fewer draft tokens a step than the engine's own k."""
+    scheme: int | None = None
+    """The only one of the engine's schemes that drafts; None: whichever pays."""
     prediction: list[int] = field(default_factory=list[int])
     """What the answer will probably say, for schemes that read it (`Needs.prediction`)."""
     trace: list[Step] | None = None

@@ -191,6 +191,39 @@ def test_a_prediction_is_drafted_from(server):
     assert wrong["choices"][0]["text"] == choice["text"]
 
 
+def test_a_request_may_choose_among_several_schemes(monkeypatch):
+    both = "prompt-lookup:k=6,ngram_min=1,patience=0+draft-model:weights=target,k=3"
+    with rig.running(both) as server:
+        (model,) = server.http.get("/v1/models").json()["data"]
+        assert model["speculation"]["method"] == "prompt-lookup+draft-model"
+        drafting, seen = server.llm.engine.drafting, set()
+        seat = drafting.seat
+
+        def watched(*given):
+            found = seat(*given)
+            seen.add(tuple(limit.nodes > 0 for limit in found.limits))
+            return found
+
+        monkeypatch.setattr(drafting, "seat", watched)
+        cases = {None: (True, True), "prompt_lookup": (True, False), "draft-model": (False, True)}
+        texts = set()
+        for method, may_draft in cases.items():
+            seen.clear()
+            body = {"prompt": PROMPT, "max_tokens": 30, "seed": 2}
+            answer = server.complete(**body, speculation={"method": method})
+            texts.add(answer["choices"][0]["text"])
+            assert seen - {(False, False)} == {may_draft}  # nobody drafts an answer's last token
+        assert len(texts) == 1
+        refused = server.post("/v1/completions", prompt="x", speculation={"method": "eagle"})
+        assert "prompt-lookup+draft-model" in refused.json()["error"]["message"]
+        assert 'foretell_drafted_tokens_total{scheme="draft-model"}' in (
+            server.http.get("/metrics").text
+        )
+        total = server.llm.engine.metrics
+        assert sum(each.drafted for each in total.by_scheme.values()) == total.drafted
+        assert sum(each.accepted for each in total.by_scheme.values()) == total.accepted
+
+
 def test_models_health_metrics_and_page(server):
     (model,) = server.http.get("/v1/models").json()["data"]
     assert model["id"] == "tiny"
