@@ -142,8 +142,11 @@ class Service:
                 "sent along; leave it out, or start the server with --speculation prompt-lookup"
             )
             raise bad_request(message, "prediction")
-        text = text_of(request.prediction.content)
-        return self.tokenizer.encode(text, add_special=False) if text else []
+        ids = self.tokenizer.encode(text_of(request.prediction.content), add_special=False)
+        if len(ids) > (most := self.llm.engine.runtime.max_model_len):
+            message = f"prediction: {len(ids)} tokens, and no answer here has more than {most}"
+            raise bad_request(message, "prediction")
+        return ids
 
     # ---- answering
 

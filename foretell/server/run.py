@@ -15,6 +15,9 @@ from foretell.llm import LLM
 from foretell.server.app import create_app
 from foretell.server.guard import log_as_json
 
+SWITCH_INTERVAL = 0.0005
+"""Seconds that a thread may keep Python to itself while another one waits."""
+
 
 def serve(llm: LLM, config: ServerConfig) -> None:
     """Serves until it is told to stop (SIGINT, SIGTERM): then nothing new is taken, and answers in
@@ -40,6 +43,8 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI, config: ServerConfig) -> None:
         self.app, self.drain_timeout = app, config.drain_timeout
+        # The engine's thread holds up the loop, and the loop the engine, no longer than this.
+        sys.setswitchinterval(SWITCH_INTERVAL)
         super().__init__(
             uvicorn.Config(
                 app,

@@ -16,6 +16,7 @@ import pytest
 from foretell.engine.detokenize import Detokenizer
 from foretell.runtime.ranks import RankError
 from foretell.sequence import SamplingParams
+from foretell.server import guard
 from foretell.server.guard import JsonLines
 from tests.server import rig
 from tests.server.test_errors import check
@@ -102,6 +103,24 @@ def test_bodies_have_a_limit():
         answer = server.http.post("/v1/completions", content=chunks(), headers=headers)
         check(answer, 413)
         server.complete(prompt="x", max_tokens=2)
+
+
+def test_a_body_that_never_ends_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(guard, "BODY_TIMEOUT", 0.2)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n"
+    head += "Content-Type: application/json\r\nConnection: close\r\n\r\n"
+    with rig.running() as server, socket.socket() as client:
+        client.settimeout(30)
+        client.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+        client.sendall(head.encode() + b'{"prompt": ')
+        told = b""
+        while part := client.recv(4096):
+            told += part
+        assert told.startswith(b"HTTP/1.1 408"), told
+        assert b"did not come to its end" in told
+        # Nobody is hurried who has said all, however long the answer takes.
+        with slow(server, 0.05):
+            server.complete(**LONG | {"max_tokens": 20, "speculation": {"enabled": False}})
 
 
 def test_a_full_queue_is_told_when_to_come_back():
