@@ -5,9 +5,9 @@
 One server for each scheme, all in this process; the clients go round from one to the next until the
 time is up. They ask for random lengths, whole and streamed, with grammars, tools, predictions,
 penalties, log-probabilities and several answers, with speculation and without, go away in the
-middle and send nonsense. In the end: no 5xx, every answer equals the plain offline engine's for its
-seed, all pages are free, and the process has not grown by more than 2% since it was warm (KV memory, which
-is taken page by page, is touched before).
+middle and send nonsense. In the end: no 5xx, every answer equals the plain offline engine's for
+its seed, all pages are free, and the process has not grown by more than 2% since it was warm (KV
+memory, which is taken page by page, is touched before).
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ class Client:
             return {"speculation": {"report": True, "trace": self.rng.random() < 0.5}}
         drafter = self.served.llm.engine.drafter
         if chance < 0.65 and drafter and drafter.needs.prediction:
-            known = self.served.said.get(number, '"the cat sat on the mat and"')
-            return {"prediction": {"type": "content", "content": known}}
+            known = json.loads(self.served.said.get(number, '[{"text": "the cat sat"}]'))
+            return {"prediction": {"type": "content", "content": known[0]["text"]}}
         return {}
 
 

@@ -18,6 +18,9 @@ from foretell.server.guard import log_as_json
 SWITCH_INTERVAL = 0.0005
 """Seconds that a thread may keep Python to itself while another one waits."""
 
+BACKLOG = 2048
+"""Connections that may wait to be taken."""
+
 
 def serve(llm: LLM, config: ServerConfig) -> None:
     """Serves until it is told to stop (SIGINT, SIGTERM): then nothing new is taken, and answers in
@@ -72,6 +75,7 @@ def listen(host: str, port: int) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
+        listening.listen(BACKLOG)  # who is told of the address may call at once
     except OSError as error:
         listening.close()
         raise ValueError(
