@@ -22,9 +22,7 @@ from foretell.spec.verify import Outcome as Verified
 Failed = Callable[[str, Exception], None]
 
 
-def claims(
-    parents: list[int], chances: list[float], path: list[int]
-) -> list[tuple[float, bool]]:
+def claims(parents: list[int], chances: list[float], path: list[int]) -> list[tuple[float, bool]]:
     """For each node whose parent was accepted, or is the root: what the draft gave it once its
     parent is, and whether it was accepted too. None where the draft said nothing."""
     if not chances:

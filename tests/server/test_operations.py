@@ -46,6 +46,18 @@ def until(condition):
     raise AssertionError("it never came to that")
 
 
+def goes_away(server, body):
+    """A client that leaves after a stream's first line, or does not wait for a whole answer."""
+    patience = 30 if body["stream"] else 0.3
+    with httpx.Client(base_url=server.url, timeout=httpx.Timeout(30, read=patience)) as client:
+        if body["stream"]:
+            with client.stream("POST", "/v1/completions", json=body) as answer:
+                next(answer.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/completions", json=body)
+
+
 def test_the_key_is_asked_for():
     with rig.running(api_key="secret") as server:
         check(server.http.get("/v1/models"), 401, code="invalid_api_key")
@@ -162,13 +174,7 @@ def test_a_client_that_goes_away_frees_its_pages(scheme):
             other = ThreadPoolExecutor(1)
             stays = other.submit(server.complete, prompt="stays", max_tokens=100, temperature=0)
             until(lambda: engine.scheduler.running)
-            with httpx.Client(base_url=server.url, timeout=httpx.Timeout(30, read=0.2)) as client:
-                if stream:
-                    with client.stream("POST", "/v1/completions", json=body) as answer:
-                        next(answer.iter_lines())
-                else:
-                    with pytest.raises(httpx.ReadTimeout):
-                        client.post("/v1/completions", json=body)
+            goes_away(server, body)
             steps = engine.metrics.num_steps
             until(lambda: len(engine.scheduler.running) <= 1)
             assert engine.metrics.num_steps - steps < 100
@@ -176,6 +182,26 @@ def test_a_client_that_goes_away_frees_its_pages(scheme):
             assert stays.result()["choices"][0]["text"] == expected.text
             server.wait_idle()
         assert server.app.state.service.bridge.num_open == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_is_computed_for_a_client_that_is_gone(stream, monkeypatch):
+    with rig.running() as server, slow(server):
+        engine, bridge = server.llm.engine, server.app.state.service.bridge
+        left: list[int] = []
+        leave = bridge.leave
+
+        def watched(flight):
+            left.append(engine.metrics.num_steps)
+            leave(flight)
+
+        monkeypatch.setattr(bridge, "leave", watched)
+        goes_away(server, LONG | {"stream": stream})
+        until(lambda: not engine.has_work)
+        assert len(left) == 1
+        assert engine.metrics.num_steps - left[0] <= 1, "the step in progress, no other"
+        assert engine.metrics.num_steps < 300
+        server.wait_idle()
 
 
 def test_a_client_that_leaves_the_queue_is_forgotten():
