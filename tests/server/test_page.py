@@ -76,7 +76,7 @@ def test_chat_race_and_errors(page):
     expect = playwright.expect
     with rig.running(api_key="secret") as server:
         page.goto(server.url)
-        expect(page.locator("#model")).to_contain_text("Bearer")
+        expect(page.locator("#model")).to_contain_text("asks for its key")
         page.fill("#key", "secret")
         page.press("#key", "Tab")
         expect(page.locator("#model")).to_contain_text("prompt-lookup, k = 6")
