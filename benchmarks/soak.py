@@ -286,6 +286,7 @@ def main() -> None:
                 visits, rest = visits - 1, time.monotonic() - start - seconds
                 advance(1)
             sizes.append(resident())
+            print(f"round {round_ + 1}: {sizes[-1]:.0f} MiB", file=sys.stderr)
     for served in servers:
         served.close()
     plain = LLM(target, threads=given.threads, **LIMITS)

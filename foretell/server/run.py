@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import resource
 import socket
 import sys
+from contextlib import suppress
 
 import uvicorn
 from fastapi import FastAPI
@@ -18,6 +20,7 @@ from foretell.server.guard import log_as_json
 SWITCH_INTERVAL = 0.0005
 """Seconds that a thread may keep Python to itself while another one waits."""
 
+M_ARENA_MAX = -8  # malloc.h
 BACKLOG = 2048
 """Connections that may wait to be taken."""
 
@@ -48,6 +51,7 @@ class Server(uvicorn.Server):
         self.app, self.drain_timeout = app, config.drain_timeout
         # The engine's thread holds up the loop, and the loop the engine, no longer than this.
         sys.setswitchinterval(SWITCH_INTERVAL)
+        bound_heaps()
         super().__init__(
             uvicorn.Config(
                 app,
@@ -62,6 +66,13 @@ class Server(uvicorn.Server):
         bridge = self.app.state.service.bridge
         asyncio.get_running_loop().call_later(self.drain_timeout, bridge.dismiss)
         await super().shutdown(sockets)
+
+
+def bound_heaps() -> None:
+    """glibc gives threads heaps of their own, and each keeps what a large step once took: few heaps
+    keep the process small. Other C libraries have nothing to set."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2)
 
 
 def listen(host: str, port: int) -> socket.socket:
