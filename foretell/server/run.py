@@ -20,7 +20,7 @@ from foretell.server.guard import log_as_json
 SWITCH_INTERVAL = 0.0005
 """Seconds that a thread may keep Python to itself while another one waits."""
 
-M_ARENA_MAX = -8  # malloc.h
+M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -8, -3, -1  # malloc.h
 BACKLOG = 2048
 """Connections that may wait to be taken."""
 
@@ -70,9 +70,13 @@ class Server(uvicorn.Server):
 
 def bound_heaps() -> None:
     """glibc gives threads heaps of their own, and each keeps what a large step once took: few heaps
-    keep the process small. Other C libraries have nothing to set."""
+    keep the process small, and what is large comes from the system and goes back to it. Other C
+    libraries have nothing to set."""
     with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2)
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_ARENA_MAX, 2)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**24)
+        libc.mallopt(M_MMAP_THRESHOLD, 2**22)
 
 
 def listen(host: str, port: int) -> socket.socket:
