@@ -65,6 +65,7 @@ System = Annotated[str | None, option("TEXT", "System message of the conversatio
 def generate(
     engine: EngineConfig,
     sampling: SamplingParams,
+    context: typer.Context,
     prompts: Annotated[
         list[str] | None,
         typer.Argument(metavar="PROMPT", help="Prompts; - reads one from standard input."),
@@ -89,12 +90,13 @@ def generate(
     ] = False,
     trace: TraceFile = None,
 ) -> None:
-    """Answer one prompt or many."""
+    """Answer one prompt or many. Sampling that is not given is as the model's maker recommends."""
     if system and as_chat is False:
         raise ValueError("--system goes through the chat template: leave out --raw")
     texts = terminal.read_prompts(prompts or [], file or [])
     _check_show_draft(show_draft, engine)
     llm = _open(engine)
+    sampling = _recommended(llm, sampling, context)
     assert llm.tokenizer is not None
     if as_chat is None:
         as_chat = llm.tokenizer.has_chat_template
@@ -132,12 +134,15 @@ def generate(
 def chat_command(
     engine: EngineConfig,
     sampling: SamplingParams,
+    context: typer.Context,
     system: System = None,
     show_draft: ShowDraft = False,
 ) -> None:
-    """Talk to a model in the terminal. Ctrl-C stops an answer, Ctrl-D leaves."""
+    """Talk to a model in the terminal. Ctrl-C stops an answer, Ctrl-D leaves. Sampling that is not
+    given is as the model's maker recommends."""
     _check_show_draft(show_draft, engine)
-    terminal.chat(_open(engine), sampling, Screen(show_draft=show_draft), system)
+    llm = _open(engine)
+    terminal.chat(llm, _recommended(llm, sampling, context), Screen(show_draft=show_draft), system)
 
 
 app.command("bench")(bench)
@@ -233,6 +238,13 @@ def _load(config: EngineConfig) -> LLM:
         from foretell.llm import LLM
 
         return LLM(**config.options())
+
+
+def _recommended(llm: LLM, given: SamplingParams, context: typer.Context) -> SamplingParams:
+    """Parameters with the model's own in place of those that nobody gave."""
+    source = context.get_parameter_source
+    silent = (name for name in llm.target.recommended if str(source(name)).endswith("DEFAULT"))
+    return dataclasses.replace(given, **{name: llm.target.recommended[name] for name in silent})
 
 
 def _check_show_draft(show_draft: bool, config: EngineConfig) -> None:

@@ -85,6 +85,15 @@ class LLM:
 
     # ---- asking
 
+    def params(self, **given: Any) -> SamplingParams:
+        """Sampling parameters as the model's maker recommends them (generation_config.json), with
+        what is given in their place.
+
+        Raises:
+            ValueError: from `SamplingParams`.
+        """
+        return SamplingParams(**{**self.target.recommended, **given})
+
     def generate(
         self,
         prompts: Prompt | SequenceOf[Prompt],
@@ -97,7 +106,7 @@ class LLM:
 
         Args:
             prompts: one or many.
-            params: one for all, or one for each prompt.
+            params: one for all, or one for each prompt; `params()` if None.
             speculate: False decodes plainly, whatever the engine's scheme.
             progress: show a bar on the terminal if it takes over two seconds.
 
@@ -108,7 +117,7 @@ class LLM:
             ValueError: a prompt or parameter cannot be served; nothing was started.
         """
         many = as_prompts(prompts)
-        each = each_params(params, len(many))
+        each = each_params(params, len(many), self.params())
         sequences = [
             sequence
             for prompt, own in zip(many, each, strict=True)
@@ -149,7 +158,8 @@ class LLM:
         cannot have one request_id: the second raises ValueError at its first step.
         """
         ids = self._encode(prompt) if is_prompt(prompt) else self.chat_prompt(prompt)  # type: ignore[arg-type]
-        sequences = self.sequences(ids, each_params(params, 1)[0], speculate, request_id)
+        (own,) = each_params(params, 1, self.params())
+        sequences = self.sequences(ids, own, speculate, request_id)
         return self._stream(sequences)
 
     def abort(self, request_id: str) -> None:

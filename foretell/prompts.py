@@ -80,15 +80,17 @@ def _as_list(value: Any, strict: bool = True) -> Any:
 
 
 def each_params(
-    params: SamplingParams | SequenceOf[SamplingParams] | None, count: int
+    params: SamplingParams | SequenceOf[SamplingParams] | None,
+    count: int,
+    default: SamplingParams,
 ) -> list[SamplingParams]:
-    """One for each prompt.
+    """One for each prompt; the default where none are given.
 
     Raises:
         ValueError: not so many, or not SamplingParams.
     """
     if params is None:
-        return [SamplingParams()] * count
+        return [default] * count
     if isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, SequenceOf) or not all(

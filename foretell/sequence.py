@@ -130,11 +130,7 @@ class SamplingParams:
             if (value := getattr(self, name)) is not None or name not in _NONE_IS_LEGAL:
                 object.__setattr__(self, name, kind(name, value))
         checks: list[tuple[str, bool, str]] = [
-            (
-                "temperature",
-                0 <= self.temperature < float("inf"),
-                "a number from 0 (greedy) up",
-            ),
+            ("temperature", 0 <= self.temperature < float("inf"), "a number from 0 (greedy) up"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
             ("min_p", 0 <= self.min_p <= 1, "from 0 (off) to 1"),
@@ -156,11 +152,7 @@ class SamplingParams:
                 self.max_tokens is None or self.min_tokens <= self.max_tokens,
                 "at most max_tokens",
             ),
-            (
-                "logprobs",
-                self.logprobs is None or self.logprobs >= 0,
-                "0 or more, or None",
-            ),
+            ("logprobs", self.logprobs is None or self.logprobs >= 0, "0 or more, or None"),
             (
                 "prompt_logprobs",
                 self.prompt_logprobs is None or self.prompt_logprobs >= 0,
@@ -317,6 +309,8 @@ class Sequence:
     """False: no drafts, and the drafter does not even watch."""
     k: int | None = None
     """Fewer draft tokens a step than the engine's own k."""
+    scheme: int | None = None
+    """The only one of the engine's schemes that drafts; None: whichever pays."""
     prediction: list[int] = field(default_factory=list[int])
     """What the answer will probably say, for schemes that read it (`Needs.prediction`)."""
     trace: list[Step] | None = None

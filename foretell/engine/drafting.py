@@ -125,8 +125,8 @@ class Drafting:
     def seat(self, sequence: Sequence, tokens_left: int, forced: tuple[int, ...] = ()) -> Seat:
         """What may be asked for now; every path of it could still be emitted."""
         length, limits = len(sequence.tokens), list[Limit]()
-        for most, drafter in zip(self.most, self.drafters, strict=True):
-            if not sequence.speculate:
+        for m, (most, drafter) in enumerate(zip(self.most, self.drafters, strict=True)):
+            if not sequence.speculate or sequence.scheme not in (None, m):
                 limits.append(Limit(0, 0))
                 continue
             room, needs = self.max_model_len - length, drafter.needs

@@ -239,7 +239,7 @@ class Engine:
         accepted = min(count, len(outcome.path))
         if sequence.trace is not None:
             sequence.trace.append(Step(tokens, parents, outcome.path[:accepted]))
-        self.metrics.count(sequence, depths(parents), accepted, count)
+        self.metrics.count(sequence, depths(parents), accepted, count, item.scheme)
 
     def _end(self, sequence: Sequence, token: int, ends: tuple[int, ...]) -> FinishReason | None:
         if token in ends:  # its text is not part of the answer

@@ -51,6 +51,16 @@ class TracedTimer(Timer):
 
 
 @dataclass
+class Drafts:
+    """What one of the schemes guessed, and what became of it."""
+
+    drafted: int = 0
+    accepted: int = 0
+    drafted_by_position: list[int] = field(default_factory=list[int])
+    accepted_by_position: list[int] = field(default_factory=list[int])
+
+
+@dataclass
 class Metrics:
     """What happened, and where the time went."""
 
@@ -67,6 +77,9 @@ class Metrics:
     last_drafter_error: str = ""
     drafted_by_position: list[int] = field(default_factory=list[int])
     """As in `Stats`, over all requests."""
+    by_scheme: dict[int, Drafts] = field(default_factory=dict[int, Drafts])
+    """The same of each of the engine's schemes, by its number; forced tokens are the scheme's whose
+    drafts they took the place of."""
     accepted_by_position: list[int] = field(default_factory=list[int])
     phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     _timers: dict[str, Timer] = field(default_factory=dict[str, Timer], repr=False, compare=False)
@@ -99,7 +112,9 @@ class Metrics:
     def _totals(self) -> dict[str, int]:
         return {"drafted": self.drafted, "accepted": self.accepted, "emitted": self.emitted}
 
-    def count(self, sequence: Sequence, depth: list[int], accepted: int, emitted: int) -> None:
+    def count(
+        self, sequence: Sequence, depth: list[int], accepted: int, emitted: int, scheme: int = 0
+    ) -> None:
         """Takes in one verified tree. What lies behind an end never existed, drafts included: so
         they are not counted, and a target that drafts for itself reads exactly 1.
 
@@ -107,17 +122,23 @@ class Metrics:
             depth: of each of the tree's nodes, root first.
             accepted: draft tokens that became part of the answer.
             emitted: tokens that the answer grew by.
+            scheme: whose tree it was.
         """
         stats, now = sequence.stats, self.now()
         checked = [d for d in depth[1:] if d <= emitted or not sequence.finished]
         reached = max(checked, default=0)
         stats.drafted += len(checked)
         stats.accepted += accepted
+        own = self.by_scheme.setdefault(scheme, Drafts())
+        own.drafted += len(checked)
+        own.accepted += accepted
         for counts, number in (
             (stats.drafted_by_position, reached),
             (stats.accepted_by_position, accepted),
             (self.drafted_by_position, reached),
             (self.accepted_by_position, accepted),
+            (own.drafted_by_position, reached),
+            (own.accepted_by_position, accepted),
         ):
             counts.extend([0] * (reached - len(counts)))
             for position in range(number):

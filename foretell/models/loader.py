@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from foretell.models.decoder import Decoder
 from foretell.models.gguf import GGUF
 from foretell.models.hub import resolve
 from foretell.models.linear import PackedEmbedding, PackedLinear
+from foretell.models.recommended import recommended
 from foretell.models.sharding import Ranks, Shard, Sliced
 from foretell.models.tokenizer import Tokenizer
 from foretell.progress import progress_bar
@@ -31,6 +33,8 @@ class LoadedModel:
     config: ModelConfig
     path: Path
     weights: Weights
+    recommended: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Sampling parameters that its maker recommends."""
 
     @property
     def is_whole(self) -> bool:
@@ -92,6 +96,7 @@ def load(
     path = resolve(spec)
     kind = weight_format(weights)
     source, config = open_source(path)
+    wishes = recommended(path, _generation(path, source))
     for end in config.eos_token_ids:
         if not 0 <= end < config.vocab_size:
             raise ValueError(
@@ -107,7 +112,7 @@ def load(
     with progress_bar("converting weights", config.num_layers + 1, shown=progress) as advance:
         tensors = converted(path, name, source.files, lambda: convert(source, part, kind, advance))
     model = assemble(part, kind, tensors, max_model_len, parallel)
-    return LoadedModel(model, config, path, kind)
+    return LoadedModel(model, config, path, kind, wishes)
 
 
 def open_source(path: Path) -> tuple[Source, ModelConfig]:
@@ -126,10 +131,18 @@ def open_source(path: Path) -> tuple[Source, ModelConfig]:
         raise ValueError(f"{path / 'config.json'} lacks {error}") from None
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path / 'config.json'}: {error}") from None
-    generation = path / "generation_config.json"
-    ends = read_json(generation).get("eos_token_id") if generation.exists() else None
+    source = Safetensors(path)
+    ends = _generation(path, source).get("eos_token_id")
     ends = ends if isinstance(ends, list) else [ends] if ends is not None else []
     if not all(type(end) is int for end in (*config.eos_token_ids, *ends)):
         raise ValueError(f"{path}: eos_token_id must be a token id or a list of them")
     ids = tuple(dict.fromkeys([*config.eos_token_ids, *ends]))
-    return Safetensors(path), replace(config, eos_token_ids=ids)
+    return source, replace(config, eos_token_ids=ids)
+
+
+def _generation(path: Path, source: Source) -> Mapping[str, Any]:
+    """What the model says about how to generate with it."""
+    if isinstance(source, GGUF):
+        return source.metadata
+    file = path / "generation_config.json"
+    return read_json(file) if file.exists() else {}

@@ -41,14 +41,8 @@ from foretell.server.protocol import (
     TokenizeRequest,
 )
 from foretell.server.reply import Shape
+from foretell.server.static import add_page
 from foretell.server.tools import Calls
-
-PAGE = Path(__file__).with_name("page")
-PAGE_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
-PAGE_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
 
 
 class Service:
@@ -65,8 +59,9 @@ class Service:
         self.name = config.served_model_name or Path(llm.config.model).name
         self.bridge = Bridge(llm, config.max_queue)
         speculation = llm.config.speculation
-        self.scheme = speculation.method.replace("_", "-") if speculation else "none"
-        self.metrics = ServerMetrics(llm.engine, self.scheme)
+        loaded = (speculation, *speculation.also) if speculation else ()
+        self.schemes = [scheme.method.replace("_", "-") for scheme in loaded]
+        self.metrics = ServerMetrics(llm.engine, self.schemes or ["none"])
         self.started = int(time.time())
 
     # ---- what a request asks for
@@ -100,7 +95,7 @@ class Service:
     ) -> list[Sequence]:
         """Checked answers of each prompt in turn, n for each."""
         prediction = self._prediction(request)
-        self._check_speculation(request)
+        scheme = self._scheme(request)
         try:
             made = [
                 sequence
@@ -116,17 +111,26 @@ class Service:
             raise refusal from None
         for sequence in made:
             sequence.k, sequence.prediction = request.speculation.k, prediction
+            sequence.scheme = scheme
             sequence.trace = [] if request.speculation.trace else None
         return made
 
-    def _check_speculation(self, request: Asked) -> None:
+    @property
+    def scheme(self) -> str:
+        """All schemes as one name."""
+        return "+".join(self.schemes) or "none"
+
+    def _scheme(self, request: Asked) -> int | None:
+        """Number of the scheme that is to draft; None: whichever pays."""
         asked, engine = request.speculation, self.llm.engine
-        if asked.method is not None and asked.method.replace("_", "-") != self.scheme:
+        method = asked.method and asked.method.replace("_", "-")
+        if method not in (None, *self.schemes):
             message = f"speculation.method={asked.method!r}: this server runs {self.scheme!r}"
             raise bad_request(message, "speculation.method")
         if asked.k is not None and asked.k > engine.k:
             message = f"speculation.k={asked.k}: this server drafts at most {engine.k}"
             raise bad_request(message, "speculation.k")
+        return None if method is None else self.schemes.index(method)
 
     def _prediction(self, request: Asked) -> list[int]:
         if request.prediction is None:
@@ -138,8 +142,11 @@ class Service:
                 "sent along; leave it out, or start the server with --speculation prompt-lookup"
             )
             raise bad_request(message, "prediction")
-        text = text_of(request.prediction.content)
-        return self.tokenizer.encode(text, add_special=False) if text else []
+        ids = self.tokenizer.encode(text_of(request.prediction.content), add_special=False)
+        if len(ids) > (most := self.llm.engine.runtime.max_model_len):
+            message = f"prediction: {len(ids)} tokens, and no answer here has more than {most}"
+            raise bad_request(message, "prediction")
+        return ids
 
     # ---- answering
 
@@ -148,7 +155,7 @@ class Service:
         chat = isinstance(request, ChatRequest)
         name = f"{'chatcmpl' if chat else 'cmpl'}-{http.state.request_id}-{time.monotonic_ns():x}"
         # Templates and tokenizers take their time over long prompts: the loop goes on meanwhile.
-        sequences, num_prompts = await asyncio.to_thread(self._prepare, request, name)
+        sequences, num_prompts = await asyncio.to_thread(self.prepare, request, name)
         calls = self.calls if isinstance(request, ChatRequest) and request.offered else None
         flight = self.bridge.submit(sequences, self.config.request_timeout)
         answering = Answering(
@@ -166,7 +173,7 @@ class Service:
         options = request.stream_options
         return EventStream(answering, with_usage=options is not None and options.include_usage)
 
-    def _prepare(
+    def prepare(
         self, request: ChatRequest | CompletionRequest, name: str
     ) -> tuple[list[Sequence], int]:
         if isinstance(request, ChatRequest):
@@ -176,7 +183,8 @@ class Service:
             prompts = [self.chat_ids(request)]
         else:
             prompts = [self.ids_of(prompt) for prompt in request.prompts]
-        return self.sequences(request, prompts, request.sampling(), name), len(prompts)
+        params = request.sampling(self.llm.target.recommended)
+        return self.sequences(request, prompts, params, name), len(prompts)
 
     def health(self) -> dict[str, Any]:
         scheduler, cache = self.llm.engine.scheduler, self.llm.engine.cache
@@ -196,6 +204,7 @@ class Service:
             "created": self.started,
             "owned_by": "foretell",
             "max_model_len": self.llm.engine.runtime.max_model_len,
+            "sampling": dict(self.llm.target.recommended),
             "speculation": None
             if speculation is None
             else {
@@ -304,21 +313,7 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
         """For Prometheus."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    parts = {path.name: path for path in PAGE.iterdir()}
-
-    @app.get("/", include_in_schema=False)
-    @app.get("/page/{name}", include_in_schema=False)
-    async def page(name: str = "index.html") -> Response:
-        if name not in parts:
-            raise ApiError(404, f"the page has no part {name!r}", code="not_found")
-        headers = {
-            "Content-Security-Policy": PAGE_POLICY,
-            "X-Content-Type-Options": "nosniff",
-            "Cache-Control": "no-cache",
-        }
-        kind = PAGE_TYPES[parts[name].suffix]
-        return Response(parts[name].read_bytes(), headers=headers, media_type=kind)
-
+    add_page(app)
     return app
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import logging
@@ -21,6 +22,9 @@ from foretell.server.metrics import ServerMetrics
 log = logging.getLogger("foretell.server.requests")
 OPEN = {"/", "/health", "/openapi.json"}
 """Paths that need no key, beside the page's parts: they tell nothing of what is asked."""
+_LOGGERS = {"uvicorn.error": "uvicorn"}  # what it has to say, errors or not
+BODY_TIMEOUT = 30.0
+"""Seconds that the next part of a body may take to come."""
 _METHODS = {"GET", "POST", "OPTIONS", "HEAD"}
 _ID = re.compile(r"[\w.:-]{1,64}")
 
@@ -115,12 +119,18 @@ class Guard:
         return None
 
     def _counted(self, receive: Receive) -> Receive:
-        """Bodies that do not say how long they are."""
-        taken = 0
+        """Bodies that do not say how long they are, or that never end."""
+        taken, whole = 0, False
 
         async def counted() -> Message:
-            nonlocal taken
-            message = await receive()
+            nonlocal taken, whole
+            if whole:  # what comes now is the client's leaving
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), BODY_TIMEOUT)
+            except TimeoutError:
+                raise HTTPException(408, "the body did not come to its end") from None
+            whole = not message.get("more_body", False)
             taken += len(message.get("body", b""))
             if taken > self.max_body:
                 raise HTTPException(413, self._too_large)
@@ -141,7 +151,7 @@ class JsonLines(logging.Formatter):
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
             + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
-            "logger": record.name,
+            "logger": _LOGGERS.get(record.name, record.name),
             "message": record.getMessage(),
             **getattr(record, "fields", {}),
         }

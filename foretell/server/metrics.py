@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from foretell.answer import Result
 from foretell.engine.engine import Engine
+from foretell.engine.metrics import Drafts
 
 _FAST = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 1.0, 2.0)
 _SLOW = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -19,9 +21,9 @@ _SLOW = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 class ServerMetrics:
     """A registry of its own, so that servers in one process stay apart."""
 
-    def __init__(self, engine: Engine, scheme: str) -> None:
+    def __init__(self, engine: Engine, schemes: SequenceOf[str]) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_EngineCounters(engine, scheme))  # type: ignore[arg-type]
+        self.registry.register(_EngineCounters(engine, schemes))  # type: ignore[arg-type]
         make: dict[str, Any] = {"registry": self.registry}
         self.requests = Counter(
             "foretell_http_requests", "Requests answered.", ["route", "method", "status"], **make
@@ -69,8 +71,8 @@ class ServerMetrics:
 class _EngineCounters:
     """Reads the engine when it is asked; nothing is counted twice."""
 
-    def __init__(self, engine: Engine, scheme: str) -> None:
-        self.engine, self.scheme = engine, scheme
+    def __init__(self, engine: Engine, schemes: SequenceOf[str]) -> None:
+        self.engine, self.schemes = engine, schemes
 
     def collect(self) -> Iterator[Metric]:
         engine, m = self.engine, self.engine.metrics
@@ -85,21 +87,7 @@ class _EngineCounters:
         yield _counter("failed_answers", "Answers that ended with an error.", m.num_failed)
         yield _counter("preemptions", "For want of pages.", engine.scheduler.num_preemptions)
         yield _counter("drafter_errors", "Steps that lost their drafts.", m.drafter_errors)
-        for name, total, by_position in (
-            ("drafted_tokens", m.drafted, m.drafted_by_position),
-            ("accepted_tokens", m.accepted, m.accepted_by_position),
-        ):
-            whole = CounterMetricFamily(f"foretell_{name}", "Of drafts.", labels=["scheme"])
-            whole.add_metric([self.scheme], total)
-            yield whole
-            each = CounterMetricFamily(
-                f"foretell_{name}_by_position",
-                "Drafts by how deep they reached; position 1 is the first draft token.",
-                labels=["scheme", "position"],
-            )
-            for i, count in enumerate(list(by_position), 1):
-                each.add_metric([self.scheme, str(i)], count)
-            yield each
+        yield from self._drafts()
         seconds = CounterMetricFamily(
             "foretell_step_seconds", "Time of steps by phase.", labels=["phase"]
         )
@@ -111,6 +99,22 @@ class _EngineCounters:
         yield _gauge("kv_pages", "Pages of KV memory.", engine.cache.num_pages)
         yield _gauge("kv_pages_free", "Free, or kept for their prefix.", engine.cache.num_free)
         yield _gauge("draft_limit", "Draft tokens a step at most.", engine.k)
+
+    def _drafts(self) -> Iterator[Metric]:
+        known = self.engine.metrics.by_scheme
+        each = [(name, known.get(i, Drafts())) for i, name in enumerate(self.schemes)]
+        for kind in ("drafted", "accepted"):
+            whole = CounterMetricFamily(f"foretell_{kind}_tokens", "Of drafts.", labels=["scheme"])
+            deep = CounterMetricFamily(
+                f"foretell_{kind}_tokens_by_position",
+                "Drafts by how deep they reached; position 1 is the first draft token.",
+                labels=["scheme", "position"],
+            )
+            for name, drafts in each:
+                whole.add_metric([name], getattr(drafts, kind))
+                for i, count in enumerate(list(getattr(drafts, f"{kind}_by_position")), 1):
+                    deep.add_metric([name, str(i)], count)
+            yield from (whole, deep)
 
 
 def _counter(name: str, text: str, value: float) -> Metric:

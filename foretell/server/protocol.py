@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -105,8 +106,12 @@ class Asked(Strict):
             raise bad_request(message, f"speculation.{name}")
         return self
 
-    def params(self, **more: Any) -> SamplingParams:
-        """As the engine wants it; ``more`` are fields that chat and completions name differently.
+    def params(self, recommended: Mapping[str, Any], **more: Any) -> SamplingParams:
+        """As the engine wants it.
+
+        Args:
+            recommended: of the model, for what the request does not say.
+            more: fields that chat and completions name differently.
 
         Raises:
             ApiError: a value is out of range.
@@ -119,7 +124,7 @@ class Asked(Strict):
         if self.logit_bias is not None:
             given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
         try:
-            return SamplingParams(**(given | more))
+            return SamplingParams(**{**recommended, **given, **more})
         except ValueError as error:
             raise of_value_error(error) from None
 
@@ -204,14 +209,14 @@ class ChatRequest(Asked):
             return [f for f in functions if f["name"] == self.tool_choice.function.name]
         return functions if self.tool_choice == "required" else []
 
-    def sampling(self) -> SamplingParams:
+    def sampling(self, recommended: Mapping[str, Any]) -> SamplingParams:
         # Both names may come: the newer one counts. None is up to the context limit.
         tokens = self.max_completion_tokens or self.max_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         if self.form is not None and self.grammar is not None:
             raise bad_request("response_format and grammar say the same: give one", "grammar")
         form = self.form or self.grammar
-        return self.params(max_tokens=tokens, logprobs=logprobs, grammar=form)
+        return self.params(recommended, max_tokens=tokens, logprobs=logprobs, grammar=form)
 
 
 class CompletionRequest(Asked):
@@ -230,8 +235,9 @@ class CompletionRequest(Asked):
             raise bad_request("the prompt is empty: give a text or token ids", "prompt")
         return value
 
-    def sampling(self) -> SamplingParams:
-        return self.params(max_tokens=self.max_tokens or 16)  # as OpenAI's default is
+    def sampling(self, recommended: Mapping[str, Any]) -> SamplingParams:
+        # 16 as OpenAI's default is
+        return self.params(recommended, max_tokens=self.max_tokens or 16)
 
     @property
     def prompts(self) -> list[Any]:

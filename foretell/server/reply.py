@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from foretell.answer import Delta, Result
-from foretell.sequence import Logprob, Sequence, Step
-from foretell.server.tools import Splitter
+from foretell.sequence import FinishReason, Logprob, Sequence, Step
+from foretell.server.splitter import Splitter, put_together
 from foretell.terminal import Origins
 
 DONE = "data: [DONE]\n\n"
@@ -49,6 +49,13 @@ def usage(results: Iterable[Result | None], num_prompts: int = 1) -> dict[str, A
             "accepted_by_position": _add_up([s.accepted_by_position for s in stats]),
         },
     }
+
+
+def _ended(result: Result, splitter: Splitter | None) -> str:
+    """A call that was cut ended for want of room."""
+    stopped = result.finish_reason == FinishReason.STOP
+    calls = splitter is not None and splitter.num_calls > 0
+    return "tool_calls" if stopped and calls else str(result.finish_reason)
 
 
 def _add_up(counts: list[list[int]]) -> list[int]:
@@ -172,12 +179,13 @@ class Shape:
             message: dict[str, Any] = {"role": "assistant", "content": result.text}
             message["refusal"] = None
             if splitter:
-                text = splitter.feed(result.text)
-                rest, calls = splitter.end()
-                message["content"] = (text + rest).strip() or None if calls else result.text
-                if calls:
-                    message["tool_calls"] = calls
-                    end["finish_reason"] = "tool_calls"
+                text, calls = splitter.feed(result.text)
+                rest, more = splitter.end()
+                message["content"] = text + rest
+                if splitter.num_calls:
+                    message["content"] = message["content"] or None
+                    message["tool_calls"] = put_together([*calls, *more])
+                end["finish_reason"] = _ended(result, splitter)
             lp = logprobs.chat(found) if logprobs else None
             return {"index": index, "message": message, "logprobs": lp, **end}
         lp = logprobs.completion(found) if logprobs else None
@@ -202,20 +210,20 @@ class Shape:
         splitter: Splitter | None,
     ) -> dict[str, Any] | None:
         """What is new, as an entry of a chunk; None where there is nothing to tell."""
-        end = str(delta.result.finish_reason) if delta.result else None
         text, calls = delta.text, list[dict[str, Any]]()
         if splitter:
-            text = splitter.feed(text)
-            if end:
-                rest, calls = splitter.end()
-                text, end = text + rest, "tool_calls" if calls else end
-        if not (text or end or report or (logprobs and delta.token_ids)):
+            text, calls = splitter.feed(text)
+            if delta.result:
+                rest, more = splitter.end()
+                text, calls = text + rest, [*calls, *more]
+        end = _ended(delta.result, splitter) if delta.result else None
+        if not (text or calls or end or report or (logprobs and delta.token_ids)):
             return None
         entry: dict[str, Any] = {"index": index}
         if self.chat:
             said: dict[str, Any] = {"content": text} if text else {}
             if calls:
-                said["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+                said["tool_calls"] = calls
             entry["delta"] = said
             entry["logprobs"] = logprobs.chat(delta.logprobs) if logprobs else None
         else:

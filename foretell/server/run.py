@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import resource
 import socket
 import sys
+from contextlib import suppress
 
 import uvicorn
 from fastapi import FastAPI
@@ -14,6 +16,13 @@ from foretell.config import ServerConfig
 from foretell.llm import LLM
 from foretell.server.app import create_app
 from foretell.server.guard import log_as_json
+
+SWITCH_INTERVAL = 0.0005
+"""Seconds that a thread may keep Python to itself while another one waits."""
+
+M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -8, -3, -1  # malloc.h
+BACKLOG = 2048
+"""Connections that may wait to be taken."""
 
 
 def serve(llm: LLM, config: ServerConfig) -> None:
@@ -40,6 +49,9 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI, config: ServerConfig) -> None:
         self.app, self.drain_timeout = app, config.drain_timeout
+        # The engine's thread holds up the loop, and the loop the engine, no longer than this.
+        sys.setswitchinterval(SWITCH_INTERVAL)
+        bound_heaps()
         super().__init__(
             uvicorn.Config(
                 app,
@@ -56,6 +68,17 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
+def bound_heaps() -> None:
+    """glibc gives threads heaps of their own, and each keeps what a large step once took: few heaps
+    keep the process small, and what is large comes from the system and goes back to it. Other C
+    libraries have nothing to set."""
+    with suppress(AttributeError, OSError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_ARENA_MAX, 2)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**24)
+        libc.mallopt(M_MMAP_THRESHOLD, 2**22)
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens there.
 
@@ -67,6 +90,7 @@ def listen(host: str, port: int) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
+        listening.listen(BACKLOG)  # who is told of the address may call at once
     except OSError as error:
         listening.close()
         raise ValueError(

@@ -131,6 +131,7 @@ class Model(Exact):
     created: int
     owned_by: str
     max_model_len: int
+    sampling: dict[str, float]
     speculation: Scheme | None
 
 

@@ -189,7 +189,8 @@ class Acceptance:
 
     def least(self, chance: float) -> float:
         """What the draft must say of a node for it to have such a chance."""
-        return min(chance, 0.95) ** (1 / self.candour)
+        # Learnt costs may say that a row saves time.
+        return min(max(chance, 0.0), 0.95) ** (1 / self.candour)
 
     def _judge(self, record: _Record, right: bool) -> None:
         """Which weight of everybody foretells best whether a first token is right?"""

@@ -160,3 +160,14 @@ def test_a_header_with_wrong_bytes_is_refused_or_read_but_never_a_traceback(whol
 def test_names():
     assert hf_name("blk.12.attn_k_norm.weight") == "model.layers.12.self_attn.k_norm.weight"
     assert hf_name("blk.1.ffn_gate_inp.weight") == "blk.1.ffn_gate_inp.weight"
+
+
+def test_recommended_sampling_is_read(tmp_path):
+    def say(writer):
+        writer.add_float32("general.sampling.temp", 0.5)
+        writer.add_int32("general.sampling.top_k", -1)
+        writer.add_float32("general.sampling.penalty_repeat", 1.25)
+
+    path = write(make("llama"), "llama", tmp_path / "tiny.gguf", more=say)
+    found = load(str(path), "f32", progress=False).recommended
+    assert found == {"temperature": 0.5, "repetition_penalty": 1.25}

@@ -121,3 +121,13 @@ def test_eos_comes_from_both_config_files(saved, tmp_path):
     path = rewrite(saved, tmp_path, saved[1])
     (path / "generation_config.json").write_text('{"eos_token_id": [7, 2, 9]}')
     assert load(str(path), "int8", progress=False).config.eos_token_ids == (2, 7, 9)
+
+
+def test_what_its_maker_recommends_comes_with_a_model(saved, tmp_path, caplog):
+    path = rewrite(saved, tmp_path, saved[1])
+    assert load(str(path), "int8", progress=False).recommended == {}
+    said = {"temperature": 0.6, "top_k": 20, "top_p": None, "min_p": 7, "do_sample": True}
+    (path / "generation_config.json").write_text(json.dumps(said))
+    found = load(str(path), "int8", progress=False).recommended
+    assert found == {"temperature": 0.6, "top_k": 20}
+    assert "min_p=7" in caplog.text

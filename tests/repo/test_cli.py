@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -297,6 +298,28 @@ def test_stats_line():
 
 
 # ---- chat
+
+
+def test_sampling_that_is_not_given_is_the_models_own(run, model, monkeypatch):
+    def answer(*flags):
+        command = "--raw", "ab", "--seed=1", "--max-tokens=24", "--ignore-eos", *flags
+        status, out, _ = run("generate", *command)
+        assert status == 0
+        return out
+
+    free, greedy = answer(), answer("--temperature=0")
+    assert free != greedy
+    file = Path(model) / "generation_config.json"
+    file.write_text('{"temperature": 0}')
+    try:
+        assert answer() == greedy
+        assert answer("--temperature=1") == answer("--temperature=1.0") == free, "given, if equal"
+        say(monkeypatch, "ab\n/exit\n")
+        silent = run("chat", "--max-tokens=24")[1]
+        say(monkeypatch, "ab\n/exit\n")
+        assert silent == run("chat", "--max-tokens=24", "--temperature=0")[1]
+    finally:
+        file.unlink()
 
 
 def test_chat_remembers_resets_and_leaves(run, monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from foretell.sequence import SamplingParams
@@ -86,6 +88,28 @@ def test_every_sampling_field_reaches_the_engine(server):
         assert all(len(top) <= 3 for top in choice["logprobs"]["top_logprobs"])
 
 
+def test_what_a_request_does_not_say_is_as_the_models_maker_recommends():
+    own = {"temperature": 0.7, "top_k": 5, "repetition_penalty": 1.2}
+    engine = rig.llm()
+    engine.target = replace(engine.target, recommended=own)
+    with rig.running(engine=engine) as server:
+        (model,) = server.http.get("/v1/models").json()["data"]
+        assert model["sampling"] == own
+        body = {"prompt": PROMPT, "seed": 3, "max_tokens": 40}
+        for given in ({}, {"temperature": 1.5}, {"temperature": 0, "repetition_penalty": 1}):
+            params = SamplingParams(**{**own, **given}, seed=3, max_tokens=40)
+            (expected,) = rig.llm().generate(PROMPT, params)
+            said = server.complete(**body, **given)["choices"][0]["text"]
+            streamed = server.stream("/v1/completions", **body, **given)
+            assert said == "".join(e["choices"][0]["text"] for e in streamed) == expected.text
+        assert (
+            server.chat(seed=1, max_tokens=9)["choices"]
+            == server.chat(**own, seed=1, max_tokens=9)["choices"]
+        )
+    assert rig.llm().params() == SamplingParams()
+    assert engine.params(top_k=2) == SamplingParams(**own | {"top_k": 2})
+
+
 @pytest.mark.parametrize("logprobs", [None, 0, 1, 20])
 @pytest.mark.parametrize("stream", [False, True])
 def test_F2_logprobs_of_every_size(server, logprobs, stream):
@@ -165,6 +189,39 @@ def test_a_prediction_is_drafted_from(server):
     assert after["tokens_per_pass"] > 4 > before["tokens_per_pass"]
     wrong = server.complete(**body, prediction={"type": "content", "content": "no such thing"})
     assert wrong["choices"][0]["text"] == choice["text"]
+
+
+def test_a_request_may_choose_among_several_schemes(monkeypatch):
+    both = "prompt-lookup:k=6,ngram_min=1,patience=0+draft-model:weights=target,k=3"
+    with rig.running(both) as server:
+        (model,) = server.http.get("/v1/models").json()["data"]
+        assert model["speculation"]["method"] == "prompt-lookup+draft-model"
+        drafting, seen = server.llm.engine.drafting, set()
+        seat = drafting.seat
+
+        def watched(*given):
+            found = seat(*given)
+            seen.add(tuple(limit.nodes > 0 for limit in found.limits))
+            return found
+
+        monkeypatch.setattr(drafting, "seat", watched)
+        cases = {None: (True, True), "prompt_lookup": (True, False), "draft-model": (False, True)}
+        texts = set()
+        for method, may_draft in cases.items():
+            seen.clear()
+            body = {"prompt": PROMPT, "max_tokens": 30, "seed": 2}
+            answer = server.complete(**body, speculation={"method": method})
+            texts.add(answer["choices"][0]["text"])
+            assert seen - {(False, False)} == {may_draft}  # nobody drafts an answer's last token
+        assert len(texts) == 1
+        refused = server.post("/v1/completions", prompt="x", speculation={"method": "eagle"})
+        assert "prompt-lookup+draft-model" in refused.json()["error"]["message"]
+        assert 'foretell_drafted_tokens_total{scheme="draft-model"}' in (
+            server.http.get("/metrics").text
+        )
+        total = server.llm.engine.metrics
+        assert sum(each.drafted for each in total.by_scheme.values()) == total.drafted
+        assert sum(each.accepted for each in total.by_scheme.values()) == total.accepted
 
 
 def test_models_health_metrics_and_page(server):

@@ -64,7 +64,7 @@ BOTH = {
     "allowed_token_ids": [[], [10**9]],
     "stream_options": [{"include_usage": True}],
     "speculation": [{"k": 0}, {"k": 50}, {"method": "eagle"}, {"enabled": 1}, {"x": 1}],
-    "prediction": [{"type": "image"}, "text"],
+    "prediction": [{"type": "image"}, "text", {"content": "x" * 600}],
     "store": [True],
     "metadata": [{"a": "b"}],
     "service_tier": ["flex"],

@@ -16,6 +16,7 @@ import pytest
 from foretell.engine.detokenize import Detokenizer
 from foretell.runtime.ranks import RankError
 from foretell.sequence import SamplingParams
+from foretell.server import guard
 from foretell.server.guard import JsonLines
 from tests.server import rig
 from tests.server.test_errors import check
@@ -43,6 +44,18 @@ def until(condition):
             return
         time.sleep(0.005)
     raise AssertionError("it never came to that")
+
+
+def goes_away(server, body):
+    """A client that leaves after a stream's first line, or does not wait for a whole answer."""
+    patience = 30 if body["stream"] else 0.3
+    with httpx.Client(base_url=server.url, timeout=httpx.Timeout(30, read=patience)) as client:
+        if body["stream"]:
+            with client.stream("POST", "/v1/completions", json=body) as answer:
+                next(answer.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/completions", json=body)
 
 
 def test_the_key_is_asked_for():
@@ -104,6 +117,24 @@ def test_bodies_have_a_limit():
         server.complete(prompt="x", max_tokens=2)
 
 
+def test_a_body_that_never_ends_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(guard, "BODY_TIMEOUT", 0.2)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n"
+    head += "Content-Type: application/json\r\nConnection: close\r\n\r\n"
+    with rig.running() as server, socket.socket() as client:
+        client.settimeout(30)
+        client.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+        client.sendall(head.encode() + b'{"prompt": ')
+        told = b""
+        while part := client.recv(4096):
+            told += part
+        assert told.startswith(b"HTTP/1.1 408"), told
+        assert b"did not come to its end" in told
+        # Nobody is hurried who has said all, however long the answer takes.
+        with slow(server, 0.05):
+            server.complete(**LONG | {"max_tokens": 20, "speculation": {"enabled": False}})
+
+
 def test_a_full_queue_is_told_when_to_come_back():
     engine = rig.llm(max_num_seqs=1)
     with rig.running(engine=engine, max_queue=1) as server, slow(server):
@@ -143,13 +174,7 @@ def test_a_client_that_goes_away_frees_its_pages(scheme):
             other = ThreadPoolExecutor(1)
             stays = other.submit(server.complete, prompt="stays", max_tokens=100, temperature=0)
             until(lambda: engine.scheduler.running)
-            with httpx.Client(base_url=server.url, timeout=httpx.Timeout(30, read=0.2)) as client:
-                if stream:
-                    with client.stream("POST", "/v1/completions", json=body) as answer:
-                        next(answer.iter_lines())
-                else:
-                    with pytest.raises(httpx.ReadTimeout):
-                        client.post("/v1/completions", json=body)
+            goes_away(server, body)
             steps = engine.metrics.num_steps
             until(lambda: len(engine.scheduler.running) <= 1)
             assert engine.metrics.num_steps - steps < 100
@@ -157,6 +182,26 @@ def test_a_client_that_goes_away_frees_its_pages(scheme):
             assert stays.result()["choices"][0]["text"] == expected.text
             server.wait_idle()
         assert server.app.state.service.bridge.num_open == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_is_computed_for_a_client_that_is_gone(stream, monkeypatch):
+    with rig.running() as server, slow(server):
+        engine, bridge = server.llm.engine, server.app.state.service.bridge
+        left: list[int] = []
+        leave = bridge.leave
+
+        def watched(flight):
+            left.append(engine.metrics.num_steps)
+            leave(flight)
+
+        monkeypatch.setattr(bridge, "leave", watched)
+        goes_away(server, LONG | {"stream": stream})
+        until(lambda: not engine.has_work)
+        assert len(left) == 1
+        assert engine.metrics.num_steps - left[0] <= 1, "the step in progress, no other"
+        assert engine.metrics.num_steps < 300
+        server.wait_idle()
 
 
 def test_a_client_that_leaves_the_queue_is_forgotten():
@@ -295,6 +340,13 @@ def test_the_end_does_not_wait_for_ever():
         server.thread.join(10)
         assert not server.thread.is_alive()
         check(asked.result(), 503, code="unavailable")
+
+
+def test_loggers_have_sensible_names():
+    for name, told in {"uvicorn.error": "uvicorn", "foretell.server": "foretell.server"}.items():
+        record = logging.LogRecord(name, logging.INFO, "x.py", 1, "started %d", (3,), None)
+        line = json.loads(JsonLines().format(record))
+        assert (line["logger"], line["message"], line["level"]) == (told, "started 3", "info")
 
 
 def test_every_request_leaves_one_line_with_its_id(caplog):

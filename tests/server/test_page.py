@@ -76,7 +76,7 @@ def test_chat_race_and_errors(page):
     expect = playwright.expect
     with rig.running(api_key="secret") as server:
         page.goto(server.url)
-        expect(page.locator("#model")).to_contain_text("Bearer")
+        expect(page.locator("#model")).to_contain_text("asks for its key")
         page.fill("#key", "secret")
         page.press("#key", "Tab")
         expect(page.locator("#model")).to_contain_text("prompt-lookup, k = 6")
@@ -152,6 +152,23 @@ def test_the_keyboard_is_enough(page, server):
     expect(page.locator(".tree p")).to_contain_text("Step 1:")
 
 
+def test_an_empty_chat_offers_examples(page, server):
+    expect = playwright.expect
+    page.goto(server.url)
+    page.fill("#tokens", "20")
+    example = page.locator(".hello button").first
+    text = example.inner_text()
+    show(page, "hello")
+    example.focus()
+    page.keyboard.press("Enter")
+    expect(page.locator(".asked")).to_have_text(text)
+    expect(page.locator(".hello")).to_have_count(0)
+    expect(page.locator("#send")).to_have_text("Send")
+    expect(page.locator(".caption")).to_have_text(
+        re.compile(r"Bars: tokens of each step, \d+ at most. Line: tokens/s, \d+ at most.")
+    )
+
+
 def test_an_answer_may_be_stopped_and_a_chat_begun_anew(page, server):
     expect = playwright.expect
     page.goto(server.url)
@@ -164,4 +181,5 @@ def test_an_answer_may_be_stopped_and_a_chat_begun_anew(page, server):
     expect(page.locator("#send")).to_have_text("Send")
     page.click("#clear")
     expect(page.locator(".turn")).to_have_count(0)
+    expect(page.locator(".hello")).to_be_visible()
     server.wait_idle()

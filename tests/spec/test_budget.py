@@ -320,3 +320,10 @@ def test_terms_share_a_surprise_by_their_parts():
         terms.learn((1, 0), 2.0)
         terms.learn((1, 10), 32.0)
     assert terms.weights == [pytest.approx(2.0, rel=0.05), pytest.approx(3.0, rel=0.05)]
+
+
+def test_a_row_that_seems_to_save_time_asks_for_no_chance_at_all():
+    scheme = Acceptance(4, 4)
+    scheme.candour = 1.3
+    assert scheme.least(-0.2) == 0.0
+    assert 0 < scheme.least(0.1) < scheme.least(0.5) < 1

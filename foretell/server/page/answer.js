@@ -16,7 +16,7 @@ export class Answer {
     const canvas = add(this.box, "canvas");
     canvas.setAttribute("role", "img");
     canvas.hidden = true;
-    this.caption = add(this.box, "p", "dim caption", "Bars: tokens of each step. Line: tokens/s.");
+    this.caption = add(this.box, "p", "dim caption");
     this.caption.hidden = true;
     this.panel = add(this.box, "div", "tree dim", "Point at a step, or tap it, to see its draft tree.");
     this.panel.hidden = true;
@@ -98,7 +98,9 @@ export class Answer {
     const { canvas } = this.chart;
     canvas.setAttribute("aria-label", `Tokens of each of ${steps} steps, ${accepted} of them guessed by the draft.`);
     canvas.hidden = this.caption.hidden = this.panel.hidden = false;
-    this.chart.draw(this.steps, this.picked);
+    const { most, fastest } = this.chart.draw(this.steps, this.picked);
+    this.caption.textContent = `Bars: tokens of each step, ${most} at most. Line: tokens/s` +
+      (fastest ? `, ${fastest.toFixed(0)} at most.` : ".");
   }
 
   fail(message) { add(this.box, "p", "error", message).setAttribute("role", "alert"); }

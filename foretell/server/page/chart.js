@@ -51,6 +51,7 @@ export class Chart {
       if (value) paint.lineTo((i + .5) * this.bar, height - value / fastest * height);
     });
     paint.stroke();
+    return { most: Math.max(...shown.map(step => step.tokens)), fastest: Math.max(...speeds) };
   }
 }
 

@@ -4,6 +4,11 @@ import { Answer } from "./answer.js";
 import { $, add, call, events, failure } from "./wire.js";
 
 const log = $("log");
+const EXAMPLES = [
+  "Explain in a few sentences why the sky is blue.",
+  "Count from one to twenty, then count backwards.",
+  "Write a short letter that thanks a neighbour.",
+];
 let messages = [];
 let stop = null; // ends the answer in progress
 
@@ -30,10 +35,19 @@ async function ask(answer, enabled, signal) {
   }
 }
 
+function welcome() {
+  const box = add(log, "div", "hello");
+  add(box, "p", "dim", "Tokens come as the model says them, coloured by who supplied them. Try one of these, or ask something of your own.");
+  for (const text of EXAMPLES) {
+    add(box, "button", "", text).addEventListener("click", () => { $("prompt").value = text; send(); });
+  }
+}
+
 async function send() {
   const text = $("prompt").value.trim();
   if (!text || stop) return;
   $("prompt").value = "";
+  log.querySelector(".hello")?.remove();
   messages.push({ role: "user", content: text });
   const turn = add(log, "div", "turn");
   add(turn, "p", "asked", text);
@@ -62,7 +76,7 @@ async function send() {
   stop = null;
   $("send").textContent = "Send";
   log.scrollTop = log.scrollHeight;
-  $("prompt").focus();
+  if (matchMedia("(pointer: fine)").matches) $("prompt").focus(); // on a phone it opens the keyboard
 }
 
 $("form").addEventListener("submit", event => {
@@ -73,7 +87,7 @@ $("prompt").addEventListener("keydown", event => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
 });
 document.addEventListener("keydown", event => { if (event.key === "Escape" && stop) stop.abort(); });
-$("clear").addEventListener("click", () => { if (!stop) { messages = []; log.replaceChildren(); $("prompt").focus(); } });
+$("clear").addEventListener("click", () => { if (!stop) { messages = []; log.replaceChildren(); welcome(); $("prompt").focus(); } });
 
 async function hello() {
   try {
@@ -85,4 +99,5 @@ async function hello() {
   } catch { $("model").textContent = "the server cannot be reached"; }
 }
 $("key").addEventListener("change", hello);
+welcome();
 hello();

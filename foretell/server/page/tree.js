@@ -2,7 +2,7 @@
 
 import { add } from "./wire.js";
 
-const visible = text => text.replace(/ /g, "␣").replace(/\n/g, "⏎").replace(/\t/g, "⇥") || "∅";
+const visible = text => text.replace(/ /g, "·").replace(/\n/g, "⏎").replace(/\t/g, "⇥") || "∅";
 
 export function showTree(panel, number, step) {
   panel.replaceChildren();

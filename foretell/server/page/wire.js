@@ -17,6 +17,7 @@ export function call(path, options = {}) {
 }
 
 export async function failure(answer) {
+  if (answer.status === 401) return "this server asks for its key: type it below";
   try { return (await answer.json()).error.message; } catch { return "HTTP " + answer.status; }
 }
 
