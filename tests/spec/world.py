@@ -142,7 +142,6 @@ class World:
         self.seconds += whole
         self.tokens += sum(gained)
 
-
     @staticmethod
     def _size(draft, b, step, grant, rng):
         """Nodes of a draft that knows its own odds and leaves out what is not worth it."""
