@@ -247,14 +247,26 @@ class ServerConfig:
     """Seconds that a request may take, the wait for its turn included."""
     drain_timeout: float = 30.0
     """Seconds that answers in progress get when the server is told to stop."""
+    replicas: int = 1
+    """Engines that share the work, each in processes of its own; more than one needs Ray."""
+    max_replicas: int | None = None
+    """Start more under load, up to this many, and end them again."""
 
     def __post_init__(self) -> None:
-        for name in ("port", "max_queue"):
+        for name in ("port", "max_queue", "replicas"):
             object.__setattr__(self, name, whole(name, getattr(self, name)))
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port={self.port}: must be from 0 (any free one) to 65535")
         if self.max_queue < 0:
             raise ValueError(f"max_queue={self.max_queue}: must be 0 or more")
+        if self.replicas < 1:
+            raise ValueError(f"replicas={self.replicas}: must be at least 1")
+        if self.max_replicas is not None:
+            object.__setattr__(self, "max_replicas", whole("max_replicas", self.max_replicas))
+            if self.max_replicas < self.replicas:
+                raise ValueError(
+                    f"max_replicas={self.max_replicas}: must be at least replicas={self.replicas}"
+                )
         for name in ("request_timeout", "drain_timeout"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name}={getattr(self, name)}: must be seconds above 0")
