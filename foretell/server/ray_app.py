@@ -93,6 +93,8 @@ class Replica:
         from foretell.server.guard import log_as_json
 
         log_as_json()
+        key = server.api_key or os.environ.get("FORETELL_API_KEY") or None
+        server = dataclasses.replace(server, api_key=key)
         self.llm = LLM(**_fields(engine))
         self.app = create_app(self.llm, server)
         self.service = self.app.state.service
@@ -315,7 +317,7 @@ def build(args: dict[str, Any]) -> Any:
     Raises:
         ValueError: a name is unknown or a value is illegal.
     """
-    args = {"api_key": os.environ.get("FORETELL_API_KEY") or None} | args
+    args = dict(args)
     given: list[dict[str, Any]] = []
     for config in (EngineConfig, ServerConfig):
         names = [field.name for field in dataclasses.fields(config)]

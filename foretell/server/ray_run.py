@@ -35,13 +35,13 @@ def serve(engine: EngineConfig, server: ServerConfig) -> None:
     with listen(server.host, server.port) as free:
         server = dataclasses.replace(server, port=free.getsockname()[1])
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    told = threading.Event()
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, lambda *_: told.set())
     if os.environ.get("RAY_ADDRESS"):
         ray.init(log_to_driver=False)
     else:
         engine = _start_here(engine, server.max_replicas or server.replicas)
+    told = threading.Event()  # after Ray, which has handlers of its own
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, lambda *_: told.set())
     try:
         ray_serve.start(
             http_options={"host": server.host, "port": server.port},

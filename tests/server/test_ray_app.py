@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -290,6 +291,26 @@ def test_an_engine_that_fails_is_replaced(cluster):
     assert [answer.status_code for answer in answers] == [200] * 24
     cluster.until_there_are(2)
     assert broken not in cluster.pids()
+
+
+def test_the_kuberay_example_builds_the_application():
+    import yaml
+    from ray.serve.schema import ServeDeploySchema
+
+    text = (Path(__file__).parents[2] / "docs/scale_out.md").read_text()
+    service = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
+    config = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))
+    (app,) = config.applications
+    module, _, name = app.import_path.partition(":")
+    build = getattr(importlib.import_module(module), name)
+    bound = build(app.args)._bound_deployment
+    assert bound.name == "router"
+    replica = bound.init_args[0]._bound_deployment
+    assert replica.init_args[0].threads == 8
+    scaled = replica._deployment_config.autoscaling_config
+    assert (scaled.min_replicas, scaled.max_replicas) == (2, 8)
+    with pytest.raises(ValueError, match="modle: there is no such option"):
+        build({"modle": "x"})
 
 
 def test_without_ray_the_command_says_what_to_install(monkeypatch):
