@@ -1,0 +1,147 @@
+"""DeepSeek's models over two gloo ranks: heads and experts are shared out, the text is that of one
+rank, and a batch of halves has one half's exchanges beside the other's products."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+import torch
+
+from foretell.attention.base import Layout
+from foretell.llm import LLM
+from foretell.models import spread
+from foretell.models.checkpoint import Safetensors
+from foretell.models.loader import open_source
+from foretell.models.sharding import Shard, Sliced
+from foretell.models.spread import half_of
+from foretell.runtime.rank import memory
+from tests import tiny
+from tests.models.tiny import save_with_mtp
+from tests.runtime.ranks import OPTIONS, let_draft
+
+SCHEMES = [
+    None,
+    "prompt-lookup:k=4,ngram_min=1",
+    "mtp:k=1",
+    "mtp:k=3",
+    "mtp:depth=3,topk=3,nodes=8",
+    "draft-model:weights=int4,k=3",
+]
+PROMPTS = tiny.prompts(6)
+PARAMS = [tiny.greedy(max_tokens=24), tiny.sampled(max_tokens=24)]
+
+
+@cache
+def checkpoint() -> Path:
+    save_with_mtp(path := Path(mkdtemp()), vocab_size=tiny.VOCAB, initializer_range=0.3)
+    return path
+
+
+@pytest.fixture(scope="module")
+def one():
+    llm = LLM(str(checkpoint()), **OPTIONS)
+    return [tiny.ids(llm.generate(PROMPTS, params)) for params in PARAMS]
+
+
+@pytest.fixture(scope="module")
+def two():
+    llm = LLM(str(checkpoint()), **OPTIONS, tensor_parallel=2)
+    yield llm
+    llm.close()
+    assert [process.returncode for process in llm.engine.runtime.leader.processes] == [0]
+
+
+class Spans:
+    """What one half did."""
+
+    def __init__(self) -> None:
+        self.phases: list[tuple[str, float, float]] = []
+        self.rows: list[int] = []
+
+    def phase(self, name: str, start: float, end: float) -> None:
+        self.phases.append((name, start, end))
+
+    def step(self, counts: dict[str, int]) -> None:
+        self.rows.append(counts["rows"])
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_text_of_one_rank(one, two, name):
+    drafter = let_draft(two, name)
+    for params, expected in zip(PARAMS, one, strict=True):
+        assert tiny.ids(two.generate(PROMPTS, params)) == expected
+        assert tiny.ids(two.generate(PROMPTS, params, speculate=False)) == expected
+        assert tiny.ids(two.generate(PROMPTS[2:3], params)) == expected[2:3]
+    metrics = two.engine.metrics
+    assert metrics.drafter_errors == 0, metrics.last_drafter_error
+    assert (metrics.drafted > 0) == (drafter is not None)
+    tiny.check_idle(two)
+
+
+def test_logits_are_the_same_bits_alone_and_in_halves(two):
+    let_draft(two, "mtp:k=1")
+    params = tiny.greedy(logprobs=3, max_tokens=24)
+    model = two.target.model
+    model.listeners = listeners = Spans(), Spans()
+    batch = two.generate(PROMPTS, params)
+    model.listeners = None
+    assert max(listeners[0].rows) >= 6  # 2 rows of 3 sequences, and as many of the others
+    for at in (1, 3):
+        (alone,) = two.generate(PROMPTS[at : at + 1], params, speculate=False)
+        assert batch[at].logprobs == alone.logprobs
+
+
+def test_one_half_computes_while_the_others_exchange_is_under_way(two):
+    let_draft(two, "mtp:k=1")
+    model = two.target.model
+    model.listeners = listeners = Spans(), Spans()
+    two.generate(PROMPTS, PARAMS[0])
+    model.listeners = None
+    for ours, theirs in (listeners, listeners[::-1]):
+        exchanges = [span for span in ours.phases if span[0] == "exchange"]
+        computed = [span for span in theirs.phases if span[0] == "compute"]
+        beside = [
+            any(start < end and begun < over for _, begun, over in computed)
+            for _, start, end in exchanges
+        ]
+        assert len(exchanges) > 100
+        assert all(beside)
+        # Of each exchange but the last ones, a whole stretch of the other half's products.
+        within = [
+            any(start <= begun and over <= end for _, begun, over in computed)
+            for _, start, end in exchanges
+        ]
+        assert sum(within) > len(within) / 2
+
+
+def test_a_rank_has_its_experts_and_no_others(two):
+    runtime = two.engine.runtime
+    let_draft(two, None)
+    source, (whole, config) = Safetensors(checkpoint()), open_source(checkpoint())
+    assert whole.shapes == source.shapes
+    held = [Sliced(source, Shard(config, rank, 2)).shapes for rank in range(2)]
+    experts = [{name for name in shapes if ".experts." in name} for shapes in held]
+    assert experts[0] & experts[1] == set()
+    assert experts[0] | experts[1] == {name for name in source.shapes if ".experts." in name}
+    ours, (theirs,) = memory(runtime), runtime.leader.memory
+    assert abs(ours["target weights"] - theirs["target weights"]) < 4096
+    assert ours["target KV"] == theirs["target KV"]  # what is cached is of all heads
+
+
+def layout(*counts: int) -> Layout:
+    sequences = [i for i, count in enumerate(counts) for _ in range(count)]
+    rows = torch.tensor(sequences, dtype=torch.int32)
+    return Layout(rows, rows, rows, rows, rows.long(), rows, rows[:, None], 4)
+
+
+@pytest.mark.parametrize(
+    ("counts", "border"),
+    [((2, 2, 2, 2), 4), ((2, 2, 2), 2), ((1, 1), 1), ((1,), 0), ((2,), 0), ((2, 1, 2), 0),
+     ((1, 2, 1, 2), 0), ((4, 4), 0), ((), 0)],
+)  # fmt: skip
+def test_batches_of_equals_are_halved(counts, border, monkeypatch):
+    monkeypatch.setattr(spread, "WORTH_HALVING", 2)
+    assert half_of(layout(*counts)) == border
