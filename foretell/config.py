@@ -184,6 +184,8 @@ class EngineConfig:
     """Processes (ranks) that the target is spread over; its heads must divide by it."""
     rank_timeout: float = 30.0
     """Seconds without a sign of life after which a rank counts as lost."""
+    halves: bool = False
+    """Over ranks: decode in two halves, one computing while the other's exchange is under way."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", weight_format(self.weights))
@@ -196,12 +198,15 @@ class EngineConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if not 1 <= self.rank_timeout < float("inf"):
             raise ValueError(f"rank_timeout={self.rank_timeout}: must be 1 second or more")
+        if self.halves and self.tensor_parallel == 1:
+            raise ValueError("halves: exchanges are between ranks: set tensor_parallel too")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len={self.max_model_len}: must be at least 2")
         if self.threads is not None and not 1 <= self.threads <= MAX_THREADS:
             raise ValueError(f"threads={self.threads}: must be from 1 to {MAX_THREADS}")
-        if not isinstance(self.prefix_caching, bool):
-            raise ValueError(f"prefix_caching={self.prefix_caching!r}: must be True or False")
+        for name in ("prefix_caching", "halves"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "

@@ -3,9 +3,10 @@
 A row's result must not depend on the rows beside it: each expert gets its rows in one product of
 which each row is computed by itself, and a row's sum goes by its experts' numbers.
 
-Of several ranks each has a range of the experts (expert parallelism, GShard, 2006.16668). All have
-the same rows, so each of them sees to a share of these: sends them to the ranks of their experts,
-adds up what comes back, and tells the others.
+Of several ranks each has a range of the experts (expert parallelism, GShard, 2006.16668), and all
+have the same rows. Few ranks or rows are soonest done with a sum of what each rank's experts make.
+Else each rank sees to a share of the rows: sends them to the ranks of their experts, adds up what
+comes back in the same order, and tells the others.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from foretell.models.sharding import Ranks, Steps
 
 _VECTORS = 64
 """Numbers that torch computes at a time, or a multiple of it."""
+SENT_FROM = 64
+"""Rows from which on more than two ranks send them all to all (docs/ranks.md)."""
 
 
 @dataclass(slots=True)
@@ -63,9 +66,15 @@ class Experts:
         return out
 
     def over_ranks(self, x: Tensor, ranks: Ranks) -> Steps[Tensor]:
-        """The same over ranks that have the same rows. As each sees where all rows go, nobody
-        needs to be told how many are coming."""
+        """The same over ranks; the bits do not depend on the way that is taken."""
         ids, weights = route(self.config, self.gate(x), self.bias)
+        if ranks.world > 2 and len(x) >= SENT_FROM:
+            return (yield from self._all_to_all(x, ids, weights, ranks))
+        out = yield ranks.start_sum(self._routed(x, ids, weights))
+        return out if self.shared is None else out + self.shared(x)
+
+    def _all_to_all(self, x: Tensor, ids: Tensor, weights: Tensor, ranks: Ranks) -> Steps[Tensor]:
+        """As each rank sees where all rows go, nobody needs to be told how many are coming."""
         rank, world, rows = ranks.rank, ranks.world, len(x)
         at = ((ids + 1) * world - 1) // self.config.num_experts  # [R, per_token] ranks of experts
         go = [(at == other).any(dim=1) for other in range(world)]  # each [R]: does it go there?

@@ -36,6 +36,8 @@ class Ranks(Protocol):
 
     rank: int
     world: int
+    halves: bool
+    """Batches of equals are run as two halves (models/spread)."""
 
     def start_sum(self, x: Tensor) -> Callable[[], Tensor]:
         """x summed over ranks in the order of ranks, element by element: the same bits on all."""

@@ -1,9 +1,9 @@
 """A rank's part of a decoder: computes up to an exchange with the other ranks, and goes on.
 
-A batch in which every sequence has as many rows is two batches of half the sequences: while one
-half's exchange is under way the other half computes (DeepSeek-V3, 2412.19437, section 3.4.1). A
-row does not know of others, so nothing else changes. Every rank takes the same turns, or exchanges
-would meet the wrong ones.
+Where that is asked for, a batch in which every sequence has as many rows is two batches of half the
+sequences: while one half's exchange is under way the other half computes (DeepSeek-V3, 2412.19437,
+section 3.4.1). A row does not know of others, so nothing else changes. Every rank takes the same
+turns, or exchanges would meet the wrong ones.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from foretell.models.moe import Experts
 from foretell.models.rope import Rope
 from foretell.models.sharding import Exchange, Ranks, Steps
 
-WORTH_HALVING = 2
-"""Rows of a batch from which on it is two."""
 _MOST_ROWS = 2
 """Of each sequence: a root and the one token that is drafted."""
 
@@ -77,7 +75,7 @@ class SpreadDecoder(Decoder):
     ) -> tuple[Tensor, Tensor | None]:
         """See `Decoder.forward`."""
         self.rope.cover(layout.positions)
-        border = half_of(layout)
+        border = half_of(layout) if self.ranks.halves else 0
         if not border:
             (result,) = _in_turn([self._steps(tokens, attention, layout, kv, taps)])
             return result
@@ -130,7 +128,7 @@ def half_of(layout: Layout) -> int:
     num, rows = len(changes) + 1, len(sequences)
     each = rows // num if rows else 0
     even = torch.arange(each, rows, each) if each else changes
-    if rows < WORTH_HALVING or num < 2 or each > _MOST_ROWS or not torch.equal(changes, even):
+    if num < 2 or each > _MOST_ROWS or not torch.equal(changes, even):
         return 0
     return num // 2 * each
 

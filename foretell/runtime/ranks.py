@@ -82,6 +82,7 @@ class Group:
         self._ended = threading.Event()
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._local = host in ("127.0.0.1", "localhost")
+        self.halves = False
         self.exchanges = 0
         """Exchanges that this rank has begun: who is behind is who holds the others up."""
         if rank:

@@ -29,6 +29,8 @@ OPTIONS: dict[str, Any] = {
 class ThreadRanks:
     """`models.sharding.Ranks` for a thread; all of them share ``parts``."""
 
+    halves = False
+
     def __init__(self, rank: int, world: int, parts: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.world, self._parts, self._barrier = rank, world, parts, barrier
 

@@ -3,6 +3,7 @@ rank, and a batch of halves has one half's exchanges beside the other's products
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -11,16 +12,19 @@ import pytest
 import torch
 
 from foretell.attention.base import Layout
+from foretell.config import EngineConfig
 from foretell.llm import LLM
-from foretell.models import spread
+from foretell.models import moe
 from foretell.models.checkpoint import Safetensors
-from foretell.models.loader import open_source
+from foretell.models.loader import load, open_source
 from foretell.models.sharding import Shard, Sliced
 from foretell.models.spread import half_of
 from foretell.runtime.rank import memory
+from foretell.terminal import traced
 from tests import tiny
-from tests.models.tiny import save_with_mtp
-from tests.runtime.ranks import OPTIONS, let_draft
+from tests.models.tiny import make, save, save_with_mtp
+from tests.runtime.ranks import OPTIONS, let_draft, on_threads
+from tests.runtime.test_sharding import run
 
 SCHEMES = [
     None,
@@ -30,6 +34,7 @@ SCHEMES = [
     "mtp:depth=3,topk=3,nodes=8",
     "draft-model:weights=int4,k=3",
 ]
+KINDS = ("step", "compute", "exchange")
 PROMPTS = tiny.prompts(6)
 PARAMS = [tiny.greedy(max_tokens=24), tiny.sampled(max_tokens=24)]
 
@@ -48,7 +53,7 @@ def one():
 
 @pytest.fixture(scope="module")
 def two():
-    llm = LLM(str(checkpoint()), **OPTIONS, tensor_parallel=2)
+    llm = LLM(str(checkpoint()), **OPTIONS, tensor_parallel=2, halves=True)
     yield llm
     llm.close()
     assert [process.returncode for process in llm.engine.runtime.leader.processes] == [0]
@@ -117,6 +122,32 @@ def test_one_half_computes_while_the_others_exchange_is_under_way(two):
         assert sum(within) > len(within) / 2
 
 
+def test_the_trace_shows_both_halves(two, tmp_path):
+    let_draft(two, "mtp:k=1")
+    with traced(two, tmp_path / "trace.json"):
+        two.generate(PROMPTS, PARAMS[0])
+    two.target.model.listeners = None
+    events = json.loads((tmp_path / "trace.json").read_text())
+    names = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
+    first, second = (
+        {
+            name: [e for e in events if e["tid"] == names[half] and e["name"] == name]
+            for name in KINDS
+        }
+        for half in ("first half", "second half")
+    )
+    assert len(first["step"]) == len(second["step"]) > 10
+    assert len(first["exchange"]) == len(second["exchange"]) > 100
+    exchange, compute = first["exchange"][3], second["compute"]
+    end = exchange["ts"] + exchange["dur"]
+    assert any(exchange["ts"] < c["ts"] + c["dur"] and c["ts"] < end for c in compute)
+
+
+def test_halves_are_of_ranks():
+    with pytest.raises(ValueError, match="halves: .* set tensor_parallel too"):
+        EngineConfig(halves=True)
+
+
 def test_a_rank_has_its_experts_and_no_others(two):
     runtime = two.engine.runtime
     let_draft(two, None)
@@ -131,6 +162,30 @@ def test_a_rank_has_its_experts_and_no_others(two):
     assert ours["target KV"] == theirs["target KV"]  # what is cached is of all heads
 
 
+@pytest.mark.slow
+def test_four_ranks_send_rows_all_to_all(one):
+    llm = LLM(str(checkpoint()), **OPTIONS, tensor_parallel=4)
+    let_draft(llm, "mtp:k=3")
+    for params, expected in zip(PARAMS, one, strict=True):
+        assert sum(map(len, PROMPTS)) > moe.SENT_FROM  # in the first step
+        assert tiny.ids(llm.generate(PROMPTS, params)) == expected
+    llm.close()
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_both_ways_to_experts_give_the_same_bits(world, tmp_path, monkeypatch):
+    path = save(make("v3", n_routed_experts=10, n_group=2, num_attention_heads=12), tmp_path)
+
+    def part(ranks):
+        return run(load(str(path), "f32", progress=False, ranks=ranks))
+
+    summed = on_threads(world, part)
+    monkeypatch.setattr(moe, "SENT_FROM", 0)
+    sent = on_threads(world, part)
+    for ours, theirs in zip(summed, sent, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 def layout(*counts: int) -> Layout:
     sequences = [i for i, count in enumerate(counts) for _ in range(count)]
     rows = torch.tensor(sequences, dtype=torch.int32)
@@ -142,6 +197,5 @@ def layout(*counts: int) -> Layout:
     [((2, 2, 2, 2), 4), ((2, 2, 2), 2), ((1, 1), 1), ((1,), 0), ((2,), 0), ((2, 1, 2), 0),
      ((1, 2, 1, 2), 0), ((4, 4), 0), ((), 0)],
 )  # fmt: skip
-def test_batches_of_equals_are_halved(counts, border, monkeypatch):
-    monkeypatch.setattr(spread, "WORTH_HALVING", 2)
+def test_batches_of_equals_are_halved(counts, border):
     assert half_of(layout(*counts)) == border

@@ -19,10 +19,9 @@ TOKENS = list(range(3, 23))
 PARENTS = [-1, 0, 0, 1, 1, 2]
 
 
-def run(loaded, config):
+def run(loaded):
     """A prompt, then a tree on its last token: logits and features."""
-    cache = Cache(loaded, CpuAttention())
-    assert loaded.model.config.num_kv_heads == config.num_kv_heads
+    cache, config = Cache(loaded, CpuAttention()), loaded.model.config
     pool = KVPool({"target": config.kv_group(torch.float32)}, 16, 8, torch.device("cpu"))
     cache.kv = pool.layers["target"]
     prompt = cache.run(TOKENS, 0, taps=(0, -1))
@@ -35,9 +34,10 @@ def whole_and_parts(path, world, weights="f32"):
 
     def part(ranks):
         loaded = load(str(path), weights, progress=False, ranks=ranks)
-        return run(loaded, Shard(whole.config, ranks.rank, world).config)
+        assert loaded.model.config == Shard(whole.config, ranks.rank, world).config
+        return run(loaded)
 
-    return run(whole, whole.config), on_threads(world, part)
+    return run(whole), on_threads(world, part)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *DEEPSEEK])
