@@ -131,7 +131,7 @@ def test_the_trace_shows_both_halves(two, tmp_path):
     names = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
     first, second = (
         {
-            name: [e for e in events if e["tid"] == names[half] and e["name"] == name]
+            name: [e for e in events if (e["tid"], e["name"]) == (names[half], name)]
             for name in KINDS
         }
         for half in ("first half", "second half")
@@ -144,7 +144,7 @@ def test_the_trace_shows_both_halves(two, tmp_path):
 
 
 def test_halves_are_of_ranks():
-    with pytest.raises(ValueError, match="halves: .* set tensor_parallel too"):
+    with pytest.raises(ValueError, match="set tensor_parallel too"):
         EngineConfig(halves=True)
 
 
