@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 from foretell.engine.cache import PageCache
 from foretell.engine.scheduler import Item
@@ -19,6 +20,21 @@ from foretell.spec.tree import TokenTree, cut, depths, from_lists, roots
 from foretell.spec.verify import Outcome as Verified
 
 Failed = Callable[[str, Exception], None]
+
+
+def claims(
+    parents: list[int], chances: list[float], path: list[int]
+) -> list[tuple[float, bool]]:
+    """For each node whose parent was accepted, or is the root: what the draft gave it once its
+    parent is, and whether it was accepted too. None where the draft said nothing."""
+    if not chances:
+        return []
+    right = {0, *path}
+    return [
+        (chances[node] / max(chances[parent], 1e-9), node in right)
+        for node, parent in enumerate(parents)
+        if parent in right
+    ]
 
 
 def merge_needs(drafters: SequenceOf[Drafter]) -> Needs:
@@ -123,11 +139,14 @@ class Drafting:
         if len(trees) == 1:
             return trees[0][1] or plain
         lists = list(plain.lists())
+        chances: list[list[float]] = [[] for _ in items]
         for m, tree in trees:
             for b, item in enumerate(items):
                 if tree is not None and item.scheme == m:
                     lists[b] = tree.lists()[b]
-        return from_lists([tokens for tokens, _ in lists], [parents for _, parents in lists])
+                    chances[b] = tree.chances[b] if tree.chances else []
+        out = from_lists([tokens for tokens, _ in lists], [parents for _, parents in lists])
+        return replace(out, chances=chances)
 
     def _propose(self, m: int, items: list[Item]) -> TokenTree | None:
         """One scheme's trees for all items, of only a root for those that are another's."""
@@ -138,6 +157,7 @@ class Drafting:
             [item.budget if item else 0 for item in mine],
             sample=self.sampled,
             depths=[item.depth if item else 0 for item in mine],
+            least=[item.least for item in items],
         )
         start = time.perf_counter()
         try:
@@ -153,9 +173,10 @@ class Drafting:
         took = time.perf_counter() - start
         self.seconds += took
         if self.controller and self.learning:
-            nodes = sum(ask.budgets)
+            nodes = sum(tree.num_drafted)
+            levels = max((max(depths(parents)) for _, parents in tree.lists()), default=0)
             keys = sum(len(item.sequence.tokens) for item in mine if item and item.budget)
-            self.controller.costs.learn_propose(m, max(ask.lengths), nodes, keys, took)
+            self.controller.costs.learn_propose(m, max(1, levels), nodes, keys, took)
         return tree
 
     def learn(
@@ -178,14 +199,18 @@ class Drafting:
             return
         outcomes: list[list[Outcome]] = [[] for _ in self.drafters]
         keys = more = 0
-        for item, (_, parents), outcome in zip(items, tree.lists(), verified, strict=True):
+        for b, (item, (_, parents), outcome) in enumerate(
+            zip(items, tree.lists(), verified, strict=True)
+        ):
             length, nodes = len(item.sequence.tokens), len(parents) - 1
             keys += length
             more += length * nodes
             if item.budget and outcome is not None:
-                depth = max(depths(parents))
-                result = Outcome(item.sequence.slot, nodes, depth, len(outcome.path))
-                outcomes[item.scheme].append(result)
+                m, slot, right = item.scheme, item.sequence.slot, len(outcome.path)
+                outcomes[m].append(Outcome(slot, nodes, item.depth, right, item.budget))
+                if tree.chances and not item.forced:
+                    said = claims(parents, tree.chances[b], outcome.path)
+                    controller.schemes[m].learn_claims(said)
         controller.costs.learn_target(rows, keys, more, seconds - self.seconds)
         for m, each in enumerate(outcomes):
             if each:
