@@ -154,12 +154,21 @@ app.command("certify")(certify)
 @from_fields(EngineConfig, ServerConfig, speculation="auto")
 def serve(engine: EngineConfig, server: ServerConfig, trace: TraceFile = None) -> None:
     """Serve a model over HTTP, as OpenAI's API. The page at / shows speculation at work."""
+    key = server.api_key or os.environ.get("FORETELL_API_KEY") or None
+    server = dataclasses.replace(server, api_key=key)
+    if server.replicas > 1 or server.max_replicas:
+        from foretell.server.ray_run import serve as run_replicas
+
+        if trace:
+            raise ValueError("--trace is of one engine: leave out --replicas and --max-replicas")
+        _check(engine)
+        run_replicas(engine, server)
+        return
     from foretell.server.run import serve as run
 
-    key = server.api_key or os.environ.get("FORETELL_API_KEY") or None
     llm = _open(engine)
     with terminal.traced(llm, trace):
-        run(llm, dataclasses.replace(server, api_key=key))
+        run(llm, server)
 
 
 @app.command()
@@ -223,12 +232,17 @@ def _open(config: EngineConfig) -> LLM:
     return llm
 
 
-def _load(config: EngineConfig) -> LLM:
+def _check(config: EngineConfig) -> None:
+    """The scheme's options are known, and the model is on disk."""
     if config.speculation is not None:
         from foretell.drafters import check
 
         check(config.speculation)
     get_model(config.model)
+
+
+def _load(config: EngineConfig) -> LLM:
+    _check(config)
     status = contextlib.nullcontext()
     if sys.stderr.isatty():
         from rich.console import Console

@@ -216,6 +216,8 @@ class EngineConfig:
     """Processes (ranks) that the target is spread over; its heads must divide by it."""
     rank_timeout: float = 30.0
     """Seconds without a sign of life after which a rank counts as lost."""
+    halves: bool = False
+    """Over ranks: decode in two halves, one computing while the other's exchange is under way."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", weight_format(self.weights))
@@ -228,12 +230,15 @@ class EngineConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if not 1 <= self.rank_timeout < float("inf"):
             raise ValueError(f"rank_timeout={self.rank_timeout}: must be 1 second or more")
+        if self.halves and self.tensor_parallel == 1:
+            raise ValueError("halves: exchanges are between ranks: set tensor_parallel too")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len={self.max_model_len}: must be at least 2")
         if self.threads is not None and not 1 <= self.threads <= MAX_THREADS:
             raise ValueError(f"threads={self.threads}: must be from 1 to {MAX_THREADS}")
-        if not isinstance(self.prefix_caching, bool):
-            raise ValueError(f"prefix_caching={self.prefix_caching!r}: must be True or False")
+        for name in ("prefix_caching", "halves"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
@@ -283,14 +288,26 @@ class ServerConfig:
     """Seconds that a request may take, the wait for its turn included."""
     drain_timeout: float = 30.0
     """Seconds that answers in progress get when the server is told to stop."""
+    replicas: int = 1
+    """Engines that share the work, each in processes of its own; more than one needs Ray."""
+    max_replicas: int | None = None
+    """Start more under load, up to this many, and end them again."""
 
     def __post_init__(self) -> None:
-        for name in ("port", "max_queue"):
+        for name in ("port", "max_queue", "replicas"):
             object.__setattr__(self, name, whole(name, getattr(self, name)))
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port={self.port}: must be from 0 (any free one) to 65535")
         if self.max_queue < 0:
             raise ValueError(f"max_queue={self.max_queue}: must be 0 or more")
+        if self.replicas < 1:
+            raise ValueError(f"replicas={self.replicas}: must be at least 1")
+        if self.max_replicas is not None:
+            object.__setattr__(self, "max_replicas", whole("max_replicas", self.max_replicas))
+            if self.max_replicas < self.replicas:
+                raise ValueError(
+                    f"max_replicas={self.max_replicas}: must be at least replicas={self.replicas}"
+                )
         for name in ("request_timeout", "drain_timeout"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name}={getattr(self, name)}: must be seconds above 0")

@@ -14,8 +14,6 @@ from foretell.models.decoder import Decoder
 from foretell.models.deepseek import assemble_layer, convert_layer
 from foretell.models.layer import Layer
 from foretell.models.linear import (
-    Embedding,
-    Linear,
     PackedEmbedding,
     PackedLinear,
     packed_tensors,
@@ -23,7 +21,8 @@ from foretell.models.linear import (
 )
 from foretell.models.mla import LatentLayer
 from foretell.models.rope import Rope
-from foretell.models.sharding import GatheredLinear, Ranks, Shard, SharedEmbedding, SummedLinear
+from foretell.models.sharding import GatheredLinear, PartEmbedding, Ranks, Shard
+from foretell.models.spread import SpreadDecoder
 
 _OUTPUTS = {
     "qkv": ("self_attn", ("q", "k", "v")),
@@ -108,19 +107,14 @@ def assemble(
             window=config.window(i),
         )
 
-    embedding: Embedding
-    lm_head: Linear
     embedding, lm_head = ends(config, weights, tensors)
     layers = [layer(i) for i in range(config.num_layers)]
-    if parallel is not None:
-        shard, ranks = parallel
-        for each in layers:
-            assert isinstance(each, Layer)
-            each.o, each.down = SummedLinear(each.o, ranks), SummedLinear(each.down, ranks)
-        embedding = SharedEmbedding(embedding, shard, ranks)
-        lm_head = GatheredLinear(lm_head, shard, ranks)
     rope = Rope(config, tensors.get("rope_factors"), max_model_len)
-    return Decoder(config, embedding, layers, tensors["norm"], lm_head, rope)
+    if parallel is None:
+        return Decoder(config, embedding, layers, tensors["norm"], lm_head, rope)
+    shard, ranks = parallel
+    table, projection = PartEmbedding(embedding, shard), GatheredLinear(lm_head, shard, ranks)
+    return SpreadDecoder(config, table, layers, tensors["norm"], projection, rope, ranks)
 
 
 def convert_ends(

@@ -59,7 +59,7 @@ def convert_layer(
     if moe.sigmoid:
         bias = checkpoint.take(f"{prefix}mlp.gate.e_score_correction_bias", moe.num_experts)
         yield f"{at}.gate_bias", bias.float()
-    for i in range(moe.num_experts):
+    for i in moe.held:
         yield from mlp(f"mlp.experts.{i}", f"experts.{i}", moe.intermediate_size)
     if moe.num_shared:
         yield from mlp("mlp.shared_experts", "shared", moe.num_shared * moe.intermediate_size)
@@ -123,7 +123,7 @@ def assemble_layer(
             moe,
             linear("gate", moe.num_experts, hidden, "f32"),
             tensors.get(f"{at}.gate_bias"),
-            [mlp(f"experts.{i}", moe.intermediate_size) for i in range(moe.num_experts)],
+            [mlp(f"experts.{i}", moe.intermediate_size) for i in moe.held],
             mlp("shared", shared) if shared else None,
         )
 

@@ -72,6 +72,8 @@ class MoE:
     """A token's weights are divided by their sum."""
     scale: float
     """Multiplies the weights."""
+    part: tuple[int, int] = (0, 1)
+    """A rank, and how many there are: which experts it has."""
 
     def __post_init__(self) -> None:
         _check(self, zero=("num_shared", "first"))
@@ -86,6 +88,12 @@ class MoE:
                 f"model config: num_experts_per_tok={self.per_token}: more than there are in "
                 f"{self.groups_per_token} of {self.num_groups} groups"
             )
+
+    @property
+    def held(self) -> range:
+        """The experts of this rank."""
+        rank, world = self.part
+        return range(rank * self.num_experts // world, (rank + 1) * self.num_experts // world)
 
     def has_experts(self, layer: int) -> bool:
         return layer >= self.first and layer % self.every == 0
@@ -134,7 +142,7 @@ def _check(sizes: MLA | MoE, zero: tuple[str, ...] = ()) -> None:
     """Every size is a whole number, and at least 1 unless it is one of ``zero``."""
     for field in fields(sizes):
         value = getattr(sizes, field.name)
-        if field.type in ("bool", "float") or (field.type == "int | None" and value is None):
+        if field.type not in ("int", "int | None") or (field.type != "int" and value is None):
             continue
         least = int(field.name not in zero)
         if type(value) is not int or value < least:

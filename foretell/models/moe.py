@@ -2,11 +2,17 @@
 
 A row's result must not depend on the rows beside it: each expert gets its rows in one product of
 which each row is computed by itself, and a row's sum goes by its experts' numbers.
+
+Of several ranks each has a range of the experts (expert parallelism, GShard, 2006.16668), and all
+have the same rows. Few ranks or rows are soonest done with a sum of what each rank's experts make.
+Else each rank sees to a share of the rows: sends them to the ranks of their experts, adds up what
+comes back in the same order, and tells the others.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +21,12 @@ from torch import Tensor
 from foretell.attention.rows import silu_mul
 from foretell.models.deepseek_config import MoE
 from foretell.models.linear import Linear
+from foretell.models.sharding import Ranks, Steps
 
 _VECTORS = 64
 """Numbers that torch computes at a time, or a multiple of it."""
+SENT_FROM = 64
+"""Rows from which on more than two ranks send them all to all (docs/ranks.md)."""
 
 
 @dataclass(slots=True)
@@ -38,16 +47,52 @@ class Experts:
     config: MoE
     gate: Linear  # H -> num_experts
     bias: Tensor | None  # [num_experts] of the choice, not of the weights
-    experts: list[Mlp]
+    experts: list[Mlp]  # those of this rank
     shared: Mlp | None
 
     def __call__(self, x: Tensor) -> Tensor:
         ids, weights = route(self.config, self.gate(x), self.bias)
-        out = torch.zeros_like(x)
-        for expert in ids.unique().tolist():  # ascending
-            rows, place = (ids == expert).nonzero(as_tuple=True)
-            out[rows] += self.experts[expert](x[rows]) * weights[rows, place, None]
+        out = self._routed(x, ids, weights)
         return out if self.shared is None else out + self.shared(x)
+
+    def _routed(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """What this rank's experts make of rows [R, H] that `route` has sent somewhere."""
+        out, held = torch.zeros_like(x), self.config.held
+        for expert in ids.unique().tolist():  # ascending
+            if expert in held:
+                rows, place = (ids == expert).nonzero(as_tuple=True)
+                made = self.experts[expert - held.start](x[rows])
+                out[rows] += made * weights[rows, place, None]
+        return out
+
+    def over_ranks(self, x: Tensor, ranks: Ranks) -> Steps[Tensor]:
+        """The same over ranks; the bits do not depend on the way that is taken."""
+        ids, weights = route(self.config, self.gate(x), self.bias)
+        if ranks.world > 2 and len(x) >= SENT_FROM:
+            return (yield from self._all_to_all(x, ids, weights, ranks))
+        out = yield ranks.start_sum(self._routed(x, ids, weights))
+        return out if self.shared is None else out + self.shared(x)
+
+    def _all_to_all(self, x: Tensor, ids: Tensor, weights: Tensor, ranks: Ranks) -> Steps[Tensor]:
+        """As each rank sees where all rows go, nobody needs to be told how many are coming."""
+        rank, world, rows = ranks.rank, ranks.world, len(x)
+        at = ((ids + 1) * world - 1) // self.config.num_experts  # [R, per_token] ranks of experts
+        go = [(at == other).any(dim=1) for other in range(world)]  # each [R]: does it go there?
+        borders = [other * rows // world for other in range(world + 1)]
+        shares = [slice(first, end) for first, end in pairwise(borders)]
+        mine = shares[rank]
+        sent = [x[mine][there[mine]] for there in go]
+        come = [int(go[rank][share].sum()) for share in shares]
+        here = yield ranks.start_exchange(sent, come)
+        made = self._routed(torch.cat(here), ids[go[rank]], weights[go[rank]])
+        back = yield ranks.start_exchange(list(made.split(come)), [len(part) for part in sent])
+        out = torch.zeros_like(x[mine])
+        for there, part in zip(go, back, strict=True):  # in the order of ranks and so of experts
+            out[there[mine]] += part
+        if self.shared is not None:
+            out += self.shared(x[mine])
+        told = yield ranks.start_exchange([out] * world, [s.stop - s.start for s in shares])
+        return torch.cat(told)
 
 
 def route(config: MoE, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,17 +1,20 @@
-"""Tensor parallelism: which part of a model a rank has, and the products that ranks share.
+"""Which part of a model a rank has, and what ranks ask of each other.
 
 Shoeybi et al., *Megatron-LM* (1909.08053). A rank has some heads and some of the inner features:
 rows of q, k, v, gate and up, columns of o and down, whose products it sums with the others'. The
 vocabulary is cut into ranges of rows, for embedding and output projection alike. Where ranks
-exceed KV heads, several keep the same one. A rank's part is a smaller decoder of its own: what
-converts, packs and runs a whole one does so here too.
+exceed KV heads, several keep the same one. Latent attention splits its heads alike, and each rank
+keeps all that is cached; experts go to ranks whole. A rank's part is a smaller decoder of its own:
+what converts and packs a whole one does so here too.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,15 +24,34 @@ from foretell.models.checkpoint import Cut, Source
 from foretell.models.config import ModelConfig
 from foretell.models.linear import Embedding, Linear
 
+T = TypeVar("T")
+Exchange = Callable[[], Any]
+"""Waits for an exchange that is under way, and gives what came of it."""
+Steps = Generator[Exchange, Any, T]
+"""Computes up to an exchange, yields it, and goes on when it is sent what came of it."""
+
 
 class Ranks(Protocol):
     """This process among those that run a model together. All must make the same calls."""
 
     rank: int
     world: int
+    halves: bool
+    """Batches of equals are run as two halves (models/spread)."""
 
-    def sum(self, x: Tensor) -> Tensor:
+    def start_sum(self, x: Tensor) -> Callable[[], Tensor]:
         """x summed over ranks in the order of ranks, element by element: the same bits on all."""
+        ...
+
+    def start_exchange(
+        self, sent: SequenceOf[Tensor], come: SequenceOf[int]
+    ) -> Callable[[], SequenceOf[Tensor]]:
+        """All to all.
+
+        Args:
+            sent: [N, H] for each rank.
+            come: rows that each rank sends here.
+        """
         ...
 
     def gather(self, x: Tensor) -> SequenceOf[Tensor]:
@@ -51,11 +73,6 @@ class Shard:
 
     def __post_init__(self) -> None:
         whole, world = self.whole, self.world
-        if whole.mla is not None:
-            raise ValueError(
-                f"tensor_parallel={world}: {whole.architecture} (latent attention) runs on one "
-                "rank only"
-            )
         for name in ("num_heads", "intermediate_size"):
             if (size := getattr(whole, name)) % world:
                 raise ValueError(
@@ -67,6 +84,8 @@ class Shard:
                 f"tensor_parallel={world}: the model's num_kv_heads={whole.num_kv_heads} neither "
                 f"divides by it nor divides it; {_remedy(whole)}"
             )
+        if whole.moe is not None and whole.moe.num_experts < world:
+            raise ValueError(f"tensor_parallel={world}: more than {whole.moe.num_experts} experts")
         if self.vocab_part * (world - 1) >= whole.vocab_size:
             raise ValueError(f"tensor_parallel={world}: more than {whole.vocab_size} tokens can do")
 
@@ -89,7 +108,14 @@ class Shard:
             num_kv_heads=max(1, whole.num_kv_heads // world),
             intermediate_size=whole.intermediate_size // world,
             vocab_size=min(self.vocab_part, whole.vocab_size - self.first_token),
+            moe=whole.moe and replace(whole.moe, part=(self.rank, world)),
         )
+
+    def has(self, name: str) -> bool:
+        """Is any of a tensor this rank's?"""
+        expert = re.search(r"\.experts\.(\d+)\.", name)
+        moe = self.config.moe
+        return not expert or moe is None or int(expert[1]) in moe.held
 
     def cut(self, name: str) -> Cut | None:
         """This rank's part of a tensor by Hugging Face's name; None for all of it."""
@@ -106,7 +132,18 @@ class Shard:
             "o_proj": (1, self.rank * mine.num_heads * dim, mine.num_heads * dim),
             "down_proj": (1, self.rank * mine.intermediate_size, mine.intermediate_size),
         }
+        if (mla := self.whole.mla) is not None:
+            first, count = self.rank * mine.num_heads, mine.num_heads
+            sizes = {
+                "q_proj": (0, mla.nope_dim + mla.rope_dim),
+                "q_b_proj": (0, mla.nope_dim + mla.rope_dim),
+                "kv_b_proj": (0, mla.nope_dim + mla.v_dim),
+                "o_proj": (1, mla.v_dim),
+            }
+            starts |= {n: (axis, first * d, count * d) for n, (axis, d) in sizes.items()}
         *_, block, kind = ("", *name.split("."))
+        if "experts." in name:  # shared ones too: every rank has them for its share of the rows
+            return None
         if block not in starts or (kind == "bias" and starts[block][0] == 1):
             return None
         axis, start, size = starts[block]
@@ -130,7 +167,11 @@ class Sliced:
     def __init__(self, source: Source, shard: Shard) -> None:
         self.path, self.files = source.path, source.files
         self._source, self._shard = source, shard
-        self.shapes = {name: self._shape(name, shape) for name, shape in source.shapes.items()}
+        self.shapes = {
+            name: self._shape(name, shape)
+            for name, shape in source.shapes.items()
+            if shard.has(name)
+        }
 
     def _shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Left as it is where it is not what the config says: whoever takes it will complain."""
@@ -150,28 +191,18 @@ class Sliced:
         return tensor
 
 
-class SummedLinear:
-    """A product over this rank's columns, summed over ranks."""
+class PartEmbedding:
+    """Rows of a table that ranks have ranges of: zeros where another has the token."""
 
-    def __init__(self, linear: Linear, ranks: Ranks) -> None:
-        self.linear, self.ranks = linear, ranks
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.ranks.sum(self.linear(x))
-
-
-class SharedEmbedding:
-    """Rows of a table that ranks have ranges of: zeros from all but one are added up."""
-
-    def __init__(self, part: Embedding, shard: Shard, ranks: Ranks) -> None:
-        self.part, self.ranks = part, ranks
+    def __init__(self, part: Embedding, shard: Shard) -> None:
+        self.part = part
         self.first, self.count = shard.first_token, shard.config.vocab_size
 
     def __call__(self, tokens: Tensor) -> Tensor:
         place = tokens - self.first
         mine = (place >= 0) & (place < self.count)
         rows = self.part(place.clamp(0, self.count - 1))  # [R, H]
-        return self.ranks.sum(rows * mine[:, None])
+        return rows * mine[:, None]
 
 
 class GatheredLinear:

@@ -67,6 +67,7 @@ class Leader:
             self.group = Group(0, world, "127.0.0.1", 0, timeout, neighbours=world)
             file = SharedMemory.file(most_words(config, model))
             sockets = self._spawn(config, file)
+        self.group.halves = config.halves
         try:
             self._meet(config)
             self.group.connect()
@@ -264,6 +265,6 @@ def plain(config: EngineConfig) -> dict[str, Any]:
     """What the other ranks need of a configuration: nothing of the draft."""
     names = (
         *("model", "weights", "tensor_parallel", "rank_timeout", "max_num_seqs", "max_model_len"),
-        *("max_num_batched_tokens", "page_size", "kv_memory", "threads"),
+        *("max_num_batched_tokens", "page_size", "kv_memory", "threads", "halves"),
     )
     return {name: getattr(config, name) for name in names}

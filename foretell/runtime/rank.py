@@ -38,6 +38,7 @@ def follow(config: EngineConfig, group: Group, channel: Channel | None) -> None:
         RankError: this rank does not fit to rank 0.
         OSError: rank 0 is lost.
     """
+    group.halves = config.halves
     group.ask("identity", identity(config))
     group.connect()
     channel = channel or Broadcast(group.words())

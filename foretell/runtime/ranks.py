@@ -82,6 +82,7 @@ class Group:
         self._ended = threading.Event()
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._local = host in ("127.0.0.1", "localhost")
+        self.halves = False
         self.exchanges = 0
         """Exchanges that this rank has begun: who is behind is who holds the others up."""
         if rank:
@@ -116,20 +117,44 @@ class Group:
     # ---- exchanges
 
     def sum(self, x: Tensor) -> Tensor:
+        """`start_sum`, and the wait for it."""
+        return self.start_sum(x)()
+
+    def start_sum(self, x: Tensor) -> Callable[[], Tensor]:
         """See `models.sharding.Ranks`. Two terms have one sum in any order; of more, a ring or a
         tree would add in an order that depends on the place in the buffer, so they are added here.
         """
         self.exchanges += 1
         x = x.contiguous()
-        if self.world == 2:
-            self._exchange.allreduce([x]).wait()
-            return x
-        parts = [torch.empty_like(x) for _ in range(self.world)]
-        self._exchange.allgather([parts], [x]).wait()
-        total = parts[0]
-        for part in parts[1:]:
-            total += part
-        return total
+        parts = [x] if self.world == 2 else [torch.empty_like(x) for _ in range(self.world)]
+        exchange = self._exchange
+        work = exchange.allreduce(parts) if self.world == 2 else exchange.allgather([parts], [x])
+
+        def wait() -> Tensor:
+            work.wait()
+            total = parts[0]
+            for part in parts[1:]:
+                total += part
+            return total
+
+        return wait
+
+    def start_exchange(
+        self, sent: SequenceOf[Tensor], come: SequenceOf[int]
+    ) -> Callable[[], SequenceOf[Tensor]]:
+        """See `models.sharding.Ranks`."""
+        self.exchanges += 1
+        sizes, rows = [len(part) for part in sent], torch.cat([*sent])
+        got = rows.new_empty(sum(come), rows.shape[1])
+        settings = dist.AllToAllOptions()
+        work = self._exchange.alltoall_base(got, rows, list(come), sizes, settings)
+
+        def wait() -> SequenceOf[Tensor]:
+            work.wait()
+            assert rows is not None  # kept until it is sent
+            return got.split(list(come))
+
+        return wait
 
     def gather(self, x: Tensor) -> SequenceOf[Tensor]:
         """See `models.sharding.Ranks`."""

@@ -29,6 +29,8 @@ OPTIONS: dict[str, Any] = {
 class ThreadRanks:
     """`models.sharding.Ranks` for a thread; all of them share ``parts``."""
 
+    halves = False
+
     def __init__(self, rank: int, world: int, parts: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.world, self._parts, self._barrier = rank, world, parts, barrier
 
@@ -38,12 +40,17 @@ class ThreadRanks:
         self._barrier.wait()
         return list(self._parts)
 
-    def sum(self, x):
+    def start_sum(self, x):
         first, *others = self._share(x)
         total = first.clone()
         for part in others:
             total += part
-        return total
+        return lambda: total
+
+    def start_exchange(self, sent, come):
+        got = [parts[self.rank] for parts in self._share(sent)]
+        assert [len(part) for part in got] == come
+        return lambda: got
 
     def gather(self, x):
         return [] if self._share(x) and self.rank else list(self._parts)

@@ -10,22 +10,20 @@ from foretell.models.checkpoint import Cut, Safetensors
 from foretell.models.gguf import GGUF
 from foretell.models.loader import load
 from foretell.models.sharding import Shard, Sliced
+from foretell.runtime.kv import KVPool
 from tests.models import test_gguf
-from tests.models.tiny import KINDS, Cache, make, save
+from tests.models.tiny import DEEPSEEK, KINDS, Cache, make, save
 from tests.runtime.ranks import on_threads
 
 TOKENS = list(range(3, 23))
 PARENTS = [-1, 0, 0, 1, 1, 2]
 
 
-def run(loaded, config):
+def run(loaded):
     """A prompt, then a tree on its last token: logits and features."""
-    cache = Cache(loaded, CpuAttention())
-    assert loaded.model.config.num_kv_heads == config.num_kv_heads
-    cache.kv = [
-        tuple(torch.zeros(16, config.num_kv_heads, 8, config.head_dim) for _ in range(2))
-        for _ in range(config.num_layers)
-    ]
+    cache, config = Cache(loaded, CpuAttention()), loaded.model.config
+    pool = KVPool({"target": config.kv_group(torch.float32)}, 16, 8, torch.device("cpu"))
+    cache.kv = pool.layers["target"]
     prompt = cache.run(TOKENS, 0, taps=(0, -1))
     tree = cache.run([4, 5, 6, 7, 8, 9], len(TOKENS), PARENTS, taps=(0, -1))
     return [*prompt, *tree]
@@ -36,12 +34,13 @@ def whole_and_parts(path, world, weights="f32"):
 
     def part(ranks):
         loaded = load(str(path), weights, progress=False, ranks=ranks)
-        return run(loaded, Shard(whole.config, ranks.rank, world).config)
+        assert loaded.model.config == Shard(whole.config, ranks.rank, world).config
+        return run(loaded)
 
-    return run(whole, whole.config), on_threads(world, part)
+    return run(whole), on_threads(world, part)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *DEEPSEEK])
 @pytest.mark.parametrize("world", [2, 4])
 def test_parts_compute_what_the_whole_does(kind, world, tmp_path):
     if kind == "smollm2" and world == 4:
