@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 
 from foretell.engine.cache import PageCache
 from foretell.engine.scheduler import Item
@@ -73,8 +75,8 @@ class Drafting:
         self.k = max(self.most)
         taps = merge_needs(drafters).features
         self.watches = [Watch(drafter, cache, lazy=adaptive, taps=taps) for drafter in drafters]
-        self.seconds = 0.0
-        """Spent on drafts and on showing what became final, in the step that is under way."""
+        self._left: deque[int] = deque()
+        """Slots that the drafters are still to be told of."""
         self.learning = True
         self.controller: Controller | None = None
         if adaptive:
@@ -115,7 +117,7 @@ class Drafting:
     def propose(self, items: list[Item]) -> TokenTree:
         """Trees for all items. A drafter's mistake costs its drafts, never the text."""
         plain = roots([item.sequence.tokens[-1] for item in items])
-        self.seconds = 0.0
+        self._tell_left()
         asked = {item.scheme for item in items if item.budget}
         if not asked:
             return plain
@@ -151,7 +153,6 @@ class Drafting:
             self.failed("propose", error)
             return None
         took = time.perf_counter() - start
-        self.seconds += took
         if self.controller and self.learning:
             nodes = sum(ask.budgets)
             keys = sum(len(item.sequence.tokens) for item in mine if item and item.budget)
@@ -165,13 +166,15 @@ class Drafting:
         verified: list[Verified | None],
         rows: int,
         seconds: float,
+        drafting: float,
     ) -> None:
         """Takes in how a step went.
 
         Args:
             tree: one tree for each item.
             rows: of the target's pass.
-            seconds: that the step took.
+            seconds: that the step took but for its drafts.
+            drafting: that these took.
         """
         controller = self.controller
         if controller is None or not self.learning or not all(item.num_run == 1 for item in items):
@@ -186,45 +189,73 @@ class Drafting:
                 depth = max(depths(parents))
                 result = Outcome(item.sequence.slot, nodes, depth, len(outcome.path))
                 outcomes[item.scheme].append(result)
-        controller.costs.learn_target(rows, keys, more, seconds - self.seconds)
+        controller.costs.learn_target(rows, keys, more, seconds)
         for m, each in enumerate(outcomes):
             if each:
                 controller.learn(m, each)
-        controller.passed(seconds)
+        controller.passed(seconds + drafting)
 
-    def observe(self, commit: Commit) -> None:
-        """Takes in what became final."""
+    def observe(self, commit: Commit, soon: SequenceOf[Sequence] = ()) -> Callable[[], None] | None:
+        """Takes in what became final.
+
+        Args:
+            soon: sequences that will probably get drafts in the next step.
+
+        Returns:
+            Device work that is to be done before anything else is asked of a drafter.
+        """
+        shows: list[tuple[int, Commit]] = []
         for m, watch in enumerate(self.watches):
             try:
-                urgent = watch.note(commit)
+                if (part := watch.note(commit, soon)) is not None:
+                    shows.append((m, part))
             except Exception as error:
                 self._out_of_step(commit.sequences, error)
-                continue
-            if urgent:
-                self._catch_up(m, urgent)
+        return partial(self._show, shows) if shows else None
 
     def shareable(self, sequence: Sequence) -> int:
         """Position up to which a sequence's pages may enter the prefix cache."""
         return min(watch.shareable(sequence) for watch in self.watches)
 
-    def forget(self, slots: list[int]) -> None:
-        """Sequences left these slots."""
+    def forget(self, slots: list[int], *, busy: bool = False) -> None:
+        """Sequences left these slots.
+
+        Args:
+            busy: a drafter is at work: it is told later.
+        """
         for watch in self.watches:
             watch.forget(slots)
         if self.controller:
             self.controller.forget(slots)
+        self._left.extend(slots)
+        if not busy:
+            self._tell_left()
+
+    def _tell_left(self) -> None:
+        left: list[int] = []
+        while self._left:
+            left.append(self._left.popleft())
+        for drafter in self.drafters if left else ():
+            drafter.forget(left)
 
     def _catch_up(self, m: int, sequences: list[Sequence]) -> None:
-        start = time.perf_counter()
-        try:
-            tokens = self.watches[m].catch_up(sequences)
-        except Exception as error:
-            self._out_of_step(sequences, error)
-            return
-        took = time.perf_counter() - start
-        self.seconds += took
-        if tokens and self.controller and self.learning:
-            self.controller.costs.learn_observe(m, tokens, took)
+        if (commit := self.watches[m].missing(sequences)) is not None:
+            self._show([(m, commit)])
+
+    def _show(self, shows: list[tuple[int, Commit]]) -> None:
+        self._tell_left()
+        for m, commit in shows:
+            start = time.perf_counter()
+            try:
+                self.drafters[m].observe(commit)
+            except Exception as error:
+                self.watches[m].failed(commit)
+                self._out_of_step(commit.sequences, error)
+                continue
+            took = time.perf_counter() - start
+            if self.controller and self.learning:
+                tokens = sum(len(tokens) - 1 for tokens in commit.tokens)
+                self.controller.costs.learn_observe(m, tokens, took)
 
     def _out_of_step(self, sequences: SequenceOf[Sequence], error: Exception) -> None:
         self.failed("observe", error)

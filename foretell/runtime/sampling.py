@@ -89,6 +89,8 @@ class ShapeRow(NamedTuple):
 
     shape: Shape
     path: tuple[int, ...] = ()
+    allowed: np.ndarray | None = None
+    """[V] bool, what the grammar lets follow; None for everything."""
 
     @property
     def num_output(self) -> int:
@@ -100,9 +102,12 @@ def tree_rows(shape: Shape, tokens: list[int], parents: list[int]) -> list[Shape
     """The rows of one tree, root first; ``shape.history`` holds the root already."""
     if not shape.has_edits:
         return [ShapeRow(shape)] * len(tokens)
-    return [
+    rows = [
         ShapeRow(shape, tuple(tokens[j] for j in path_to(parents, i))) for i in range(len(tokens))
     ]
+    if shape.grammar is None:
+        return rows
+    return [row._replace(allowed=shape.grammar.mask(row.path)) for row in rows]
 
 
 def shape_logits(logits: Tensor, rows: SequenceOf[ShapeRow]) -> Tensor:
@@ -215,10 +220,9 @@ def _ban_and_bias(row: Tensor, of: ShapeRow) -> None:
         mask = torch.full_like(row, -torch.inf)
         mask[_in_range(params.allowed_token_ids, row)] = 0.0
         row += mask
-    if of.shape.grammar is not None and (allowed := of.shape.grammar.mask(of.path)) is not None:
-        row += torch.from_numpy(np.where(allowed, np.float32(0), -np.float32(np.inf))).to(
-            row.device
-        )
+    if of.allowed is not None:
+        mask = np.where(of.allowed, np.float32(0), -np.float32(np.inf))
+        row += torch.from_numpy(mask).to(row.device)
     banned = list(params.bad_token_ids)
     if of.num_output < params.min_tokens:
         banned += of.shape.stop_ids

@@ -1,40 +1,141 @@
-"""Device work in order on a thread of its own: what a CUDA stream is to a GPU."""
+"""Device work in order, on the caller's thread or beside it: what a CUDA stream is to a GPU.
+
+Work is submitted, the host does something else, and then waits. Which of the two streams is used
+changes when things happen, never what comes out.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
 
 T = TypeVar("T")
 
 
-class Stream:
-    """Runs what is submitted, one after another. Torch and the kernels release the GIL, so the
-    caller's Python goes on meanwhile; an interrupt that ends the caller does not end the work."""
+class Work(Generic[T]):
+    """A piece of device work, under way or over.
+
+    Args:
+        name: for traces.
+        call: what to do.
+        ranks: whether other ranks take part.
+    """
+
+    def __init__(self, name: str, call: Callable[[], T], ranks: bool = False) -> None:
+        self.name, self.ranks = name, ranks
+        self.start = self.end = 0.0
+        """Seconds of ``time.perf_counter``."""
+        self.begun, self.over = threading.Event(), threading.Event()
+        self.error: BaseException | None = None
+        self._call: Callable[[], T] | None = call
+        self._value: T | None = None
+
+    def run(self) -> None:
+        """Does it; what it raises is kept for `value`."""
+        assert self._call is not None
+        self.start = time.perf_counter()
+        self.begun.set()
+        try:
+            self._value = self._call()
+        except BaseException as error:
+            self.error = error
+        self._call = None
+        self.end = time.perf_counter()
+        self.over.set()
+
+    def value(self) -> T:
+        """What came of it, once it is over."""
+        assert self.over.is_set()
+        if self.error is not None:
+            raise self.error
+        return self._value  # type: ignore[return-value]
+
+
+class Stream(Protocol):
+    overlaps: bool
+    """Does the host go on meanwhile?"""
+
+    def submit(self, work: Work[Any]) -> None:
+        """Queues work behind what was submitted before."""
+        ...
+
+    def wait(self, work: Work[T]) -> T:
+        """The result of submitted work; what it raised is raised here."""
+        ...
+
+    def join(self) -> None:
+        """Returns when nothing is under way; work that nobody waited for may be dropped."""
+        ...
+
+    def close(self) -> None:
+        """Takes no more work."""
+        ...
+
+
+class Inline:
+    """On the caller's own thread, when its result is asked for."""
+
+    overlaps = False
+
+    def __init__(self) -> None:
+        self._queue: deque[Work[Any]] = deque()
+
+    def submit(self, work: Work[Any]) -> None:
+        self._queue.append(work)
+
+    def wait(self, work: Work[T]) -> T:
+        while not work.over.is_set():
+            self._queue.popleft().run()
+        return work.value()
+
+    def join(self) -> None:
+        self._queue.clear()
+
+    def close(self) -> None:
+        self._queue.clear()
+
+
+class Worker:
+    """On a thread of its own: torch and the kernels release the GIL, so the caller's Python goes on
+    meanwhile; an interrupt that ends the caller does not end the work."""
+
+    overlaps = True
 
     def __init__(self, name: str) -> None:
-        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._queue: SimpleQueue[Work[Any] | None] = SimpleQueue()
+        self._last: Work[Any] | None = None
         # A daemon: a pass that hangs must not keep the program from ending.
         threading.Thread(target=_run, args=(self._queue,), name=name, daemon=True).start()
 
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-        self._queue.put((future, work))
-        return future
+    def submit(self, work: Work[Any]) -> None:
+        """Where the thread was idle this returns once it has taken up the work: the caller, going
+        on in Python, would keep the GIL from it for as long."""
+        idle = self._last is None or self._last.over.is_set()
+        self._last = work
+        self._queue.put(work)
+        if idle:
+            work.begun.wait()
+
+    def wait(self, work: Work[T]) -> T:
+        work.over.wait()
+        return work.value()
+
+    def join(self) -> None:
+        if self._last is not None:
+            self._last.over.wait()
 
     def close(self) -> None:
-        """Ends the thread after what was submitted."""
         self._queue.put(None)
 
 
-def _run(queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
-    while (item := queue.get()) is not None:
-        future, work = item
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-        del item, future, work  # nothing is kept until the next one comes
+@torch.inference_mode()
+def _run(queue: SimpleQueue[Work[Any] | None]) -> None:
+    while (work := queue.get()) is not None:
+        work.run()
+        del work  # nothing is kept until the next one comes
