@@ -61,6 +61,12 @@ class Stream(Protocol):
     overlaps: bool
     """Does the host go on meanwhile?"""
 
+    @property
+    def here(self) -> bool:
+        """Is the caller on a thread of the stream's own? There nothing may wait for a host that may
+        wait for the stream."""
+        ...
+
     def submit(self, work: Work[Any]) -> None:
         """Queues work behind what was submitted before."""
         ...
@@ -82,6 +88,7 @@ class Inline:
     """On the caller's own thread, when its result is asked for."""
 
     overlaps = False
+    here = False
 
     def __init__(self) -> None:
         self._queue: deque[Work[Any]] = deque()
@@ -111,7 +118,12 @@ class Worker:
         self._queue: SimpleQueue[Work[Any] | None] = SimpleQueue()
         self._last: Work[Any] | None = None
         # A daemon: a pass that hangs must not keep the program from ending.
-        threading.Thread(target=_run, args=(self._queue,), name=name, daemon=True).start()
+        self._thread = threading.Thread(target=_run, args=(self._queue,), name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def here(self) -> bool:
+        return threading.current_thread() is self._thread
 
     def submit(self, work: Work[Any]) -> None:
         """Where the thread was idle this returns once it has taken up the work: the caller, going
