@@ -5,7 +5,8 @@
     python benchmarks/never_slower.py --head eagle:model=PATH
 
 All of them answer the same prompts in one process, in turns, in an order that is reversed every
-time; each answer has the same number of tokens (end of text is ignored). A ratio is the median
+time; each answer has the same number of tokens (end of text is ignored). As many run at once as the
+batch says: who ends makes room for the next, as in a server under load. A ratio is the median
 over turns. `best fixed` is the best of plain and of all fixed settings. The first turn of each is
 not counted, as in the first answers after a start a controller has still to learn what a scheme
 is worth; `cold` is its ratio to plain.
@@ -18,6 +19,7 @@ import json
 import statistics
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from rich.table import Table
 from foretell.bench.environment import environment
 from foretell.bench.workloads import by_category, default_workload
 from foretell.llm import LLM
-from foretell.sequence import SamplingParams
+from foretell.sequence import SamplingParams, Sequence
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the useless draft
 
@@ -47,22 +49,37 @@ FIXED = {
 PLAIN = "plain"
 
 
-def prompts(llm: LLM, task: str, batch: int, turn: int) -> list[list[int]]:
-    """As many as run at once, going round the category."""
+def prompts(llm: LLM, task: str, count: int, turn: int) -> list[list[int]]:
+    """So many, going round the category."""
     own = by_category(default_workload())[TASKS[task][0]]
-    picked = [own[(turn * batch + i) % len(own)] for i in range(batch)]
+    picked = [own[(turn * count + i) % len(own)] for i in range(count)]
     return [llm.chat_prompt([{"role": "user", "content": c.turns[0]}]) for c in picked]
 
 
-def timed(llm: LLM, asked: list[list[int]], params: list[SamplingParams], plain: bool) -> float:
-    """Tokens a second of all answers together, from the first token of the last on: prefill is not
-    what is compared."""
-    start = time.perf_counter()
-    results = llm.generate(asked, params, speculate=not plain)
-    end = time.perf_counter()
-    first = max(result.stats.token_times[0] for result in results)
-    late = sum(sum(t > first for t in result.stats.token_times) for result in results)
-    return late / (end - first) if late else len(results) / (end - start)
+def timed(llm: LLM, sequences: list[Sequence], batch: int) -> float:
+    """Tokens a second while ``batch`` answers run: who ends makes room for the next, as under load.
+    It counts from the first token of all that begin until no other waits."""
+    engine, waiting = llm.engine, deque(sequences[batch:])
+    running = sequences[:batch]
+    for sequence in running:
+        engine.add(sequence)
+    while not all(sequence.num_output for sequence in running):
+        llm._step()  # one step of whatever is in flight
+    start, before = time.perf_counter(), sum(sequence.num_output for sequence in running)
+    while True:
+        llm._step()
+        ended = [sequence for sequence in running if sequence.finished]
+        if len(ended) > len(waiting):
+            break
+        for sequence in ended:
+            running.remove(sequence)
+            running.append(waiting.popleft())
+            engine.add(running[-1])
+    seconds = time.perf_counter() - start
+    for sequence in running:
+        engine.abort(sequence.request_id)
+    engine.drain()
+    return (sum(sequence.num_output for sequence in sequences) - before) / seconds
 
 
 def cell(
@@ -76,16 +93,21 @@ def cell(
         adaptive.engine.drafting.use(controller.costs)  # nothing of the other tasks
         adaptive.engine.scheduler.budget = adaptive.engine.drafting.budget
     for turn in range(turns + 1):
-        asked = prompts(adaptive, task, batch, turn)
+        asked = prompts(adaptive, task, 2 * batch, turn)
         params = [
             SamplingParams(
                 temperature=TASKS[task][1], max_tokens=tokens, seed=97 * turn + i, ignore_eos=True
             )
-            for i in range(batch)
+            for i in range(2 * batch)
         ]
         order = list(llms) if turn % 2 == 0 else list(llms)[::-1]
         for name in order:
-            found[name].append(timed(llms[name], asked, params, name == PLAIN))
+            llm = llms[name]
+            sequences = [
+                llm.sequences(ids, own, name != PLAIN)[0]
+                for ids, own in zip(asked, params, strict=True)
+            ]
+            found[name].append(timed(llm, sequences, batch))
     return found
 
 

@@ -18,6 +18,9 @@ PAID_AT_ONCE = 4
 """Tokens that a drafter is behind and catches up with in an ordinary step; what is more is an
 investment that pays over `PAID_BACK` steps."""
 PAID_BACK = 64
+WORTHWHILE = 1.02
+"""How many times the speed of plain decoding drafts must promise: what they promise is not known
+better, and what a step with drafts costs besides is in nobody's count."""
 
 
 class _Rung(NamedTuple):
@@ -63,7 +66,8 @@ class Choice:
     def best(self, mixed: bool) -> tuple[float, list[Grant]]:
         """Expected tokens a second, and the budgets [B]."""
         batch, schemes = len(self.seats), range(len(self.rungs))
-        rate, counts, assigned = batch / self.plain, [0] * batch, [0] * batch
+        plain, counts, assigned = batch / self.plain, [0] * batch, [0] * batch
+        rate = WORTHWHILE * plain
         options = [[m] * batch for m in schemes]
         for option in options:
             if (found := self.fill(option))[0] > rate:
@@ -78,7 +82,7 @@ class Choice:
             nodes = sum(rung.nodes for rung in rungs)
             depth = min(rungs[-1].depth, self.seats[b].limits[m].depth) if rungs else 0
             grants.append(Grant(nodes, depth, m))
-        return rate, grants
+        return rate if any(counts) else plain, grants
 
     def fill(self, assigned: list[int]) -> tuple[float, list[int]]:
         """The best budgets if each sequence has the scheme [B] that it is given here.
