@@ -42,6 +42,7 @@ class Choice:
     errors: dict[int, str]  # by item, where no token can be drawn
     logits: Tensor  # [O, V] float32, as the model gave them
     spans: list[Span]
+    trees: list[tuple[list[int], list[int]] | None]  # tokens and parents, one an item
 
     def logprob(self, i: int, step: int, token: int, top: int) -> Logprob:
         """Of the token that item i got at its ``step``-th place: the row of the node before it."""
@@ -92,27 +93,52 @@ def prepare(
     return draws
 
 
-def choose(rule: Verification, draws: Draws, logits: Tensor, threshold: float) -> Choice:
+def draw_nodes(draws: Draws, logits: Tensor) -> Tensor:
+    """The target's own draw at each node [R] int64, on the device; -1 where there is none.
+
+    Args:
+        logits: [O, V] float32, rows as the spans say.
+    """
+    return draw(_shaped(draws, logits), draws.greedy, draws.seeds, draws.positions)
+
+
+def _shaped(draws: Draws, logits: Tensor) -> Tensor:
+    picked = draws.picked
+    return shape_logits(logits if len(picked) == len(logits) else logits[picked], draws.rows)
+
+
+def choose(
+    rule: Verification,
+    draws: Draws,
+    logits: Tensor,
+    threshold: float,
+    drawn: Tensor | None = None,
+) -> Choice:
     """Draws and verifies.
 
     Args:
         logits: [O, V] float32, rows as the spans say.
         threshold: of the lossy rules.
+        drawn: what `draw_nodes` gave, where it was called before.
     """
     items, spans, tree, reached = draws.items, draws.spans, draws.tree, draws.reached
     outcomes: list[Outcome | None] = [None] * len(items)
     errors: dict[int, str] = {}
+    trees: list[tuple[list[int], list[int]] | None] = [None] * len(items)
+    for i, each in zip(reached, tree.lists(), strict=True):
+        trees[i] = each
     if not reached:
-        return Choice(outcomes, errors, logits, spans)
-    rows, picked = draws.rows, draws.picked
-    shaped = shape_logits(logits if len(picked) == len(logits) else logits[picked], rows)  # [R, V]
+        return Choice(outcomes, errors, logits, spans, trees)
+    shaped = _shaped(draws, logits) if drawn is None else None  # [R, V]
     span = [slice(at, at + spans[i].num_nodes) for at, i in zip(draws.starts, reached, strict=True)]
     choices = p = coins = None
-    if rule in ("coupled", "typical", "threshold"):
-        drawn = cast(list[int], draw(shaped, draws.greedy, draws.seeds, draws.positions).tolist())
-        choices = [drawn[part] for part in span]
-    if rule != "coupled":
-        laws = law(shaped, rows)  # [R, V]
+    if shaped is not None and rule in ("coupled", "typical", "threshold"):
+        drawn = draw(shaped, draws.greedy, draws.seeds, draws.positions)
+    if drawn is not None:
+        listed = cast(list[int], drawn.tolist())
+        choices = [listed[part] for part in span]
+    if shaped is not None and rule != "coupled":
+        laws = law(shaped, draws.rows)  # [R, V]
         p = [laws[part] for part in span]
     if rule in ("rejection", "block"):
         width = tree.tokens.shape[1]
@@ -126,8 +152,9 @@ def choose(rule: Verification, draws: Draws, logits: Tensor, threshold: float) -
         if outcome.failed:
             grammar = items[i].sequence.grammar
             row = at + (outcome.path[-1] if outcome.path else 0)
+            shaped = _shaped(draws, logits) if shaped is None else shaped
             errors[i] = (grammar and grammar.problem) or reason(shaped[row])
-    return Choice(outcomes, errors, logits, spans)
+    return Choice(outcomes, errors, logits, spans, trees)
 
 
 def shape_of(sequence: Sequence, end_ids: frozenset[int]) -> Shape:

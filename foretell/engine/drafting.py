@@ -8,7 +8,11 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from functools import partial
 
+import torch
+from torch import Tensor
+
 from foretell.engine.cache import PageCache
+from foretell.engine.choose import Choice
 from foretell.engine.scheduler import Item
 from foretell.engine.watch import Watch
 from foretell.sequence import Sequence
@@ -18,7 +22,6 @@ from foretell.spec.costs import Costs
 from foretell.spec.drafter import Ask, Commit, Drafter, KVGroup, Needs
 from foretell.spec.seats import Limit, Seat, limit
 from foretell.spec.tree import TokenTree, cut, depths, from_lists, roots
-from foretell.spec.verify import Outcome as Verified
 
 Failed = Callable[[str, Exception], None]
 
@@ -131,6 +134,32 @@ class Drafting:
                     lists[b] = tree.lists()[b]
         return from_lists([tokens for tokens, _ in lists], [parents for _, parents in lists])
 
+    def first(self, m: int, sequences: list[Sequence]) -> Tensor:
+        """One token for each sequence, on the device: see `Drafter.first`."""
+        self._tell_left()
+        self._catch_up(m, sequences)
+        try:
+            return self.drafters[m].first(sequences)
+        except Exception as error:
+            self.failed("propose", error)
+            return torch.full((len(sequences),), -1)
+
+    def follow(
+        self,
+        m: int,
+        sequences: list[Sequence],
+        tokens: Tensor,
+        features: Tensor,
+        outputs: Tensor,
+    ) -> None:
+        """See `Drafter.follow`."""
+        try:
+            own = self.watches[m].own_features(features)
+            assert own is not None
+            self.drafters[m].follow(sequences, tokens, own, outputs)
+        except Exception as error:
+            self._out_of_step(sequences, error)
+
     def _propose(self, m: int, items: list[Item]) -> TokenTree | None:
         """One scheme's trees for all items, of only a root for those that are another's."""
         mine = [item if item.scheme == m else None for item in items]
@@ -162,8 +191,7 @@ class Drafting:
     def learn(
         self,
         items: list[Item],
-        tree: TokenTree,
-        verified: list[Verified | None],
+        choice: Choice,
         rows: int,
         seconds: float,
         drafting: float,
@@ -171,7 +199,7 @@ class Drafting:
         """Takes in how a step went.
 
         Args:
-            tree: one tree for each item.
+            choice: what became of their trees.
             rows: of the target's pass.
             seconds: that the step took but for its drafts.
             drafting: that these took.
@@ -181,12 +209,13 @@ class Drafting:
             return
         outcomes: list[list[Outcome]] = [[] for _ in self.drafters]
         keys = more = 0
-        for item, (_, parents), outcome in zip(items, tree.lists(), verified, strict=True):
-            length, nodes = len(item.sequence.tokens), len(parents) - 1
+        for item, tree, outcome in zip(items, choice.trees, choice.outcomes, strict=True):
+            assert tree is not None
+            length, nodes = len(item.sequence.tokens), len(tree[0]) - 1
             keys += length
             more += length * nodes
             if item.budget and outcome is not None:
-                depth = max(depths(parents))
+                depth = max(depths(tree[1]))
                 result = Outcome(item.sequence.slot, nodes, depth, len(outcome.path))
                 outcomes[item.scheme].append(result)
         controller.costs.learn_target(rows, keys, more, seconds)
@@ -195,11 +224,14 @@ class Drafting:
                 controller.learn(m, each)
         controller.passed(seconds + drafting)
 
-    def observe(self, commit: Commit, soon: SequenceOf[Sequence] = ()) -> Callable[[], None] | None:
+    def observe(
+        self, commit: Commit, soon: SequenceOf[Sequence] = (), followed: int | None = None
+    ) -> Callable[[], None] | None:
         """Takes in what became final.
 
         Args:
             soon: sequences that will probably get drafts in the next step.
+            followed: a scheme that has run it already (`Drafter.follow`).
 
         Returns:
             Device work that is to be done before anything else is asked of a drafter.
@@ -207,7 +239,10 @@ class Drafting:
         shows: list[tuple[int, Commit]] = []
         for m, watch in enumerate(self.watches):
             try:
-                if (part := watch.note(commit, soon)) is not None:
+                if m == followed:
+                    watch.skip(commit)
+                    self.drafters[m].followed(commit)
+                elif (part := watch.note(commit, soon)) is not None:
                     shows.append((m, part))
             except Exception as error:
                 self._out_of_step(commit.sequences, error)

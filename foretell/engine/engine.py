@@ -15,16 +15,18 @@ from foretell.config import EngineConfig, Verification
 from foretell.engine.admit import check_request
 from foretell.engine.ahead import Ahead
 from foretell.engine.cache import PageCache
-from foretell.engine.choose import Choice, choose, prepare, prompt_logprobs, shape_of
+from foretell.engine.choose import Choice, prepare, prompt_logprobs, shape_of
+from foretell.engine.device import Device
 from foretell.engine.drafting import Drafting, merge_needs
 from foretell.engine.metrics import Metrics
+from foretell.engine.one_token import OneToken, scheme_for
 from foretell.engine.rows import Span, final, lay_out, wants_prompt
+from foretell.engine.schedule import Ordinary, Schedule
 from foretell.engine.scheduler import Item, Scheduler
 from foretell.runtime.runner import Runtime
-from foretell.runtime.stream import Work
 from foretell.sequence import FinishReason, SamplingParams, Sequence, Step
 from foretell.spec.drafter import Drafter
-from foretell.spec.forced import MOST_FORCED, with_forced
+from foretell.spec.forced import MOST_FORCED
 from foretell.spec.seats import Limit, Seat, limit
 from foretell.spec.tree import TokenTree, depths, roots
 
@@ -84,8 +86,7 @@ class Engine:
             self.drafting.budget if self.drafting else None,
         )
         self.ahead = Ahead(runtime, self.scheduler)
-        self._catching_up: Work[None] | None = None
-        self._stepping = False
+        self.device = Device(runtime, lambda work: self.metrics.worked(work))
         self._inbox: deque[Sequence | str] = deque()
         """New sequences and ids to abort, in order: an abort concerns what came before it."""
 
@@ -130,43 +131,41 @@ class Engine:
             Sequences with new tokens or an end.
         """
         phase, start = self.metrics.phase, self.metrics.now()
-        self._resume()
+        self.device.begin()
         with phase("schedule"):
             news = self.drain()
             items = self.scheduler.schedule()
         if not items:
-            self._stepping = False
+            self.device.end()
             if meanwhile:
                 meanwhile()
             return news
+        way = self._way(items)
         with phase("propose"):
             asked = self.metrics.now()
-            tree = self._draft(items)
+            tree = way.draft()
             drafting = self.metrics.now() - asked
         with phase("pack"):
             rows, spans = self.ahead.take(items, tree) or lay_out(items, tree, wants_prompt)
         with phase("ahead"):
-            target = self._submit("target", lambda: self.runtime.forward_target(rows), ranks=True)
-            draws = prepare(items, spans, tree, self.end_ids)
-            drawing = self._submit(
-                "sample", lambda: choose(self.rule, draws, target.value().logits, self.threshold)
-            )
+            target = way.target(rows, spans)
+            way.draw(prepare(items, spans, tree, self.end_ids), target)
             self._take_in()
             self.ahead.while_computing(items, self._goes_on, self.drafting is not None)
             if meanwhile:
                 meanwhile()
         with phase("forward"):
-            output = self._wait(target)
+            output = self.device.wait(target)
         with phase("sample"):
-            choice = self._wait(drawing)
+            choice = way.choice(output)
         try:
             with phase("commit"):
-                starts, trees = [item.sequence.num_computed for item in items], tree.lists()
+                starts = [item.sequence.num_computed for item in items]
                 for i, (item, span) in enumerate(zip(items, spans, strict=True)):
                     try:
                         prompt_logprobs(item, span, output.logits)
                         if item.reaches_end:
-                            self._commit(item, trees[i], i, choice)
+                            self._commit(item, i, choice)
                         else:
                             item.sequence.num_computed += item.num_run
                     except Exception as error:  # its tokenizer, say: the others go on
@@ -177,14 +176,14 @@ class Engine:
             with phase("observe"):
                 if self.drafting:
                     took = self.metrics.now() - start - drafting
-                    self.drafting.learn(items, tree, choice.outcomes, len(rows), took, drafting)
-                    self._observe(items, spans, starts, choice, output.features)
+                    self.drafting.learn(items, choice, len(rows), took, drafting)
+                    self._observe(items, spans, starts, choice, output.features, way.followed)
                 self._retire(items)
         except BaseException:  # Ctrl-C too: half-written sequences cannot go on
             self._give_up([item.sequence for item in items], "the step that made it failed")
             raise
         self.metrics.step(len(items), len(rows))
-        self._stepping = False
+        self.device.end()
         return news
 
     # ---- stops of a step, in order
@@ -230,28 +229,24 @@ class Engine:
         """May it, behind one token more?"""
         return self._tokens_left(sequence) > 1
 
-    def _draft(self, items: list[Item]) -> TokenTree:
-        """Trees for all items. While the draft runs, the target's rows are laid out."""
-        self._settle()
-        for item in items:
-            self.runtime.set_pages(item.sequence.slot, item.sequence.pages)
-        proposing = self._submit(
-            "draft", lambda: with_forced(self._propose(items), [item.forced for item in items])
-        )
-        self.ahead.while_drafting(items)
-        return self._wait(proposing)
+    def _way(self, items: list[Item]) -> Schedule:
+        """The schedule of single drafted tokens, where that gains something and all can go it."""
+        if self.drafting and self.device.overlaps and self.rule == "coupled":
+            m = scheme_for(self.drafting, items, self._goes_on, self.end_ids)
+            if m is not None:
+                return OneToken(self.device, items, self.drafting, m)
+        return Ordinary(self.device, items, self.ahead, self._propose, self.rule, self.threshold)
 
     def _propose(self, items: list[Item]) -> TokenTree:
         if self.drafting is None:
             return roots([item.sequence.tokens[-1] for item in items])
         return self.drafting.propose(items)
 
-    def _commit(
-        self, item: Item, tree: tuple[list[int], list[int]], i: int, choice: Choice
-    ) -> None:
+    def _commit(self, item: Item, i: int, choice: Choice) -> None:
         """Appends what was accepted, one token at a time; what follows the first end never was."""
-        sequence, outcome = item.sequence, choice.outcomes[i]
+        sequence, outcome, tree = item.sequence, choice.outcomes[i], choice.trees[i]
         assert outcome is not None
+        assert tree is not None
         start = sequence.num_computed + item.num_run
         tokens, parents = tree
         new = [tokens[node] for node in outcome.path]
@@ -301,19 +296,17 @@ class Engine:
         starts: list[int],
         choice: Choice,
         features: torch.Tensor | None,
+        followed: int | None,
     ) -> None:
         """Shows the drafters what became final. Where the stream overlaps they catch up while the
         next step is scheduled."""
         assert self.drafting
-        overlaps = self.runtime.stream.overlaps
         commit = final(items, spans, starts, choice.outcomes, features)
         if commit is None:
             return
-        soon = [item.sequence for item in items if item.budget and overlaps]
-        if work := self.drafting.observe(commit, soon):
-            self._catching_up = self._submit("catch-up", work)
-            if not overlaps:
-                self._settle()
+        soon = [item.sequence for item in items if item.budget and self.device.overlaps]
+        if work := self.drafting.observe(commit, soon, followed):
+            self.device.leave(self.device.submit("catch-up", work))
 
     def _retire(self, items: list[Item]) -> None:
         """Shares finished pages, gives scratch back, and lets ended sequences go."""
@@ -326,28 +319,6 @@ class Engine:
                 self.scheduler.remove(sequence)
             else:
                 self.cache.trim(sequence, len(sequence.tokens))
-
-    # ---- the stream
-
-    def _submit(self, name: str, call: Callable[[], T], *, ranks: bool = False) -> Work[T]:
-        return self.runtime.submit(name, call, ranks=ranks)
-
-    def _wait(self, work: Work[T]) -> T:
-        result = self.runtime.wait(work)
-        self.metrics.worked(work)
-        return result
-
-    def _settle(self) -> None:
-        """Returns when the drafters have caught up."""
-        work, self._catching_up = self._catching_up, None
-        if work is not None:
-            self._wait(work)
-
-    def _resume(self) -> None:
-        """Begins a step; one that an interrupt or an error ended may have left work under way."""
-        if self._stepping:
-            self.runtime.stream.join()
-        self._stepping = True
 
     # ---- ends and mistakes
 
@@ -374,7 +345,7 @@ class Engine:
 
     def _forget(self, slots: list[int]) -> None:
         if self.drafting:
-            self.drafting.forget(slots, busy=self._catching_up is not None)
+            self.drafting.forget(slots, busy=bool(self.device.pending))
 
     def check(self) -> None:
         """Asserts every invariant of host state; tests and idle loops call it."""

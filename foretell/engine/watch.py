@@ -84,6 +84,13 @@ class Watch:
                     urgent.append(sequence)
         return self.missing([*urgent, *(s for s in soon if not s.finished and s not in urgent)])
 
+    def skip(self, commit: Commit) -> None:
+        """What became final was shown already; the drafter had not been behind."""
+        for sequence in commit.sequences:
+            late = self._late.get(sequence.slot)
+            if late is not None and late.sequence is sequence:
+                late.seen, late.features = sequence.num_computed, []
+
     def behind(self, sequence: Sequence) -> int:
         """Tokens that are final and were not shown."""
         late = self._late.get(sequence.slot)
@@ -136,8 +143,13 @@ class Watch:
             self._late.pop(slot, None)
 
     def _own(self, commit: Commit) -> Commit:
-        features = commit.features if self.with_features else None
-        if features is not None and self.columns is not None:
-            layers = features.view(len(features), self.num_taps, -1)[:, self.columns]
-            features = layers.flatten(1)  # [sum T, F]
+        features = self.own_features(commit.features)
         return Commit(commit.sequences, commit.starts, commit.tokens, features)
+
+    def own_features(self, features: Tensor | None) -> Tensor | None:
+        """This drafter's part [R, F] of what was tapped."""
+        if features is None or not self.with_features:
+            return None
+        if self.columns is None:
+            return features
+        return features.view(len(features), self.num_taps, -1)[:, self.columns].flatten(1)

@@ -69,6 +69,7 @@ class Runtime:
         self.attention = attention
         self.stream: Stream = Inline()
         self._prepared: tuple[Rows, Prepared] | None = None
+        self._ran: Prepared | None = None
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.page_size = page_size
@@ -122,6 +123,7 @@ class Runtime:
 
     def run_target(self, ready: Prepared) -> Output:
         """The same with rows that are packed."""
+        self._ran = ready
         return self._run(self.target.model, "target", ready, self.taps)
 
     def forward(self, model: Any, rows: Rows) -> Tensor:
@@ -135,6 +137,17 @@ class Runtime:
         ready = self._prepare(rows)
         batch, kv = ready.batch, self.kv.layers["draft"]
         return head.run(batch.tokens, features, batch.outputs, ready.attention, batch.layout, kv)
+
+    @torch.inference_mode()
+    def follow_target(
+        self, head: Head, tokens: Tensor, features: Tensor, outputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See `DraftRuntime.follow_target`."""
+        assert self.kv is not None
+        assert self._ran is not None
+        layout, kv = self._ran.batch.layout, self.kv.layers["draft"]
+        tokens, outputs = tokens.clamp(min=0).int(), outputs.int()
+        return head.run(tokens, features, outputs, self._ran.attention, layout, kv)
 
     def sampler_noise(self, seeds: SequenceOf[int], positions: SequenceOf[int]) -> Tensor:
         """[R, V] float32 Gumbel noise of the target's own draws at those absolute positions."""
@@ -159,10 +172,13 @@ class Runtime:
     def _ready(self, rows: Rows) -> Prepared:
         """What `prepare` made of these very rows, with their tokens now; else it is made here."""
         before, self._prepared = self._prepared, None
-        if before is None or before[0] is not rows:
-            return self._prepare(rows)
-        ready = before[1]
-        fill(ready.words, ready.batch, rows.tokens)
+        if before is not None and before[0] is rows:
+            ready = before[1]
+            fill(ready.words, ready.batch, rows.tokens)
+        else:
+            ready = self._prepare(rows)
+        for places, tokens in rows.late:
+            ready.batch.tokens[places] = tokens.clamp(min=0).int()
         return ready
 
     def _prepare(self, rows: Rows) -> Prepared:

@@ -154,12 +154,13 @@ def draw(
         positions: [R] absolute position of the token to be drawn (the node's own plus one).
 
     Returns:
-        [R] int64 on the host, the lowest id among equals; -1 where a row cannot be drawn from.
+        [R] int64, the lowest id among equals; -1 where a row cannot be drawn from. The host does
+        not wait for the device.
     """
     best = spec_shape.likeliest(shaped)
     top = shaped.gather(-1, best[:, None])[:, 0]  # NaN and +inf win an argmax: one look finds them
-    choices = best.masked_fill(~top.isfinite(), -1).cpu()
-    sampled = [r for r, is_greedy in enumerate(greedy) if not is_greedy and choices[r] >= 0]
+    choices = best.masked_fill(~top.isfinite(), -1)
+    sampled = [r for r, is_greedy in enumerate(greedy) if not is_greedy]
     if sampled:
         part = shaped if len(sampled) == len(greedy) else shaped[sampled]
         some = [seeds[r] for r in sampled], [positions[r] for r in sampled]
@@ -167,7 +168,8 @@ def draw(
             from foretell.runtime.noise_cpu import gumbel_argmax  # compiled; slow to import
         else:
             from foretell.spec.noise import gumbel_argmax
-        choices[sampled] = gumbel_argmax(part, *some).cpu()
+        at = torch.tensor(sampled, device=shaped.device)
+        choices[at] = torch.where(choices[at] >= 0, gumbel_argmax(part, *some), -1)
     return choices
 
 
