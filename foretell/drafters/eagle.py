@@ -165,6 +165,7 @@ class Eagle(Drafter):
     ) -> None:
         """A row's token is what the target drew there, accepted draft or correction alike: the
         target's rows, shifted by one."""
+        self.head.rope.reserve(self.runtime.max_model_len + 1, whole=True)
         given = self.head.feature(features)  # [R, H]
         logits, following = self.runtime.follow_target(self.head, tokens, given, outputs)
         carried = [sequence.slot for sequence in sequences]

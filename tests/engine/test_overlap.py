@@ -1,19 +1,18 @@
-"""A stream beside the host changes when things happen and nothing else: texts, acceptance, draft KV,
-pages. Both schedules, on one rank."""
+"""A stream beside the host changes when things happen and nothing else: texts, acceptance, draft
+KV and pages stay as they are. Both schedules, on one rank."""
 
 from __future__ import annotations
 
-import random
 import re
+import threading
 from typing import Any
 
 import pytest
 import torch
 
-from foretell.engine import one_token
+from foretell.engine.one_token import OneToken
 from foretell.llm import LLM
-from foretell.runtime.stream import Worker
-from foretell.sequence import FinishReason
+from foretell.runtime.stream import Work, Worker
 from tests import heads, tiny
 from tests.engine.test_same_text import PROMPTS, SETTINGS, plain, speculative
 from tests.faults.white_box import cells, start, steps
@@ -70,3 +69,117 @@ def test_same_text_and_acceptance(scheme, name):
         tiny.check_idle(settled(llm))
     failed = llm.engine.metrics.drafter_errors, alone.engine.metrics.drafter_errors
     assert failed[0] == failed[1], llm.engine.metrics.last_drafter_error
+
+
+def ways(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many sequences each step of single tokens had."""
+    found: list[int] = []
+    draft = OneToken.draft
+    monkeypatch.setattr(
+        OneToken, "draft", lambda self: (found.append(len(self.items)), draft(self))[1]
+    )
+    return found
+
+
+@pytest.mark.parametrize("scheme", SINGLE, ids=named)
+def test_single_tokens_go_their_own_way(scheme, monkeypatch):
+    found, llm = ways(monkeypatch), beside(tiny.llm(scheme))
+    for params in (tiny.greedy(), tiny.sampled(temperature=0.7, min_p=0.01, logprobs=2)):
+        found.clear()
+        llm.generate(PROMPTS, params)
+        assert sum(found) > 0.8 * sum(40 for _ in PROMPTS) / 2, "most steps"
+        assert max(found) > 4
+
+
+@pytest.mark.parametrize(
+    ("options", "params"),
+    [
+        (",k=2", tiny.greedy()),
+        (",k=1,verification=rejection", tiny.greedy()),
+        (",k=1", tiny.sampled(top_k=5)),
+        (",k=1", tiny.sampled(top_p=0.9)),
+        (",k=1", tiny.greedy(repetition_penalty=1.2)),
+        (",k=1", tiny.greedy(logit_bias={5: 1.0})),
+        (",k=1", tiny.greedy(min_tokens=40, stop_token_ids=[3])),
+    ],
+)
+def test_what_needs_the_host_in_between_goes_the_ordinary_way(options, params, monkeypatch):
+    found, llm = ways(monkeypatch), beside(tiny.llm(heads.scheme("mtp-mimo") + options))
+    alone = tiny.llm(heads.scheme("mtp-mimo") + options)
+    assert tiny.ids(llm.generate(PROMPTS, params)) == tiny.ids(alone.generate(PROMPTS, params))
+    assert not found
+    assert llm.engine.metrics.drafted > 0
+
+
+def test_on_the_callers_own_thread_nothing_changes(monkeypatch):
+    """There the wasted rows of rejected drafts would gain nothing."""
+    found, llm = ways(monkeypatch), tiny.llm(SINGLE[0])
+    llm.generate(PROMPTS, tiny.greedy())
+    assert not found
+    assert not llm.engine.ahead.taken
+
+
+def history(llm: LLM, params) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
+    """Draft KV and carried logits behind each step, by sequence and its length."""
+    out, drafter = {}, llm.engine.drafter
+    sequences = start(llm, PROMPTS, params)
+    for _ in steps(llm, sequences):
+        settled(llm)
+        for i, sequence in enumerate(sequences):
+            if sequence.slot >= 0 and drafter._ready(sequence):
+                length = len(sequence.tokens)
+                kv = cells(llm, "draft", sequence.pages, length - 1)
+                out[i, length] = kv, drafter._logits[sequence.slot].clone()
+    return out
+
+
+@pytest.mark.parametrize("weights", ["f32", "int8"])
+@pytest.mark.parametrize("scheme", SINGLE, ids=named)
+def test_a_head_that_follows_has_the_kv_and_logits_of_one_that_observes(scheme, weights):
+    """To the last bit, whatever was rejected in the cells before."""
+    for params in (tiny.greedy(max_tokens=16), tiny.sampled(max_tokens=16)):
+        options = {"max_num_seqs": 3, "max_num_batched_tokens": 24}
+        expected = history(tiny.llm(scheme, weights, **options), params)
+        found = history(beside(tiny.llm(scheme, weights, **options)), params)
+        both = expected.keys() & found.keys()
+        assert len(both) > 0.9 * len(expected) > 60
+        for key in both:
+            for one, other in zip(expected[key], found[key], strict=True):
+                assert torch.equal(one, other), key
+
+
+@pytest.mark.parametrize("params", [tiny.greedy(), tiny.sampled(temperature=0.8)])
+def test_the_host_is_not_asked_between_pass_and_head(params, monkeypatch):
+    """Nothing of what is drawn or accepted is read while device work is made of it."""
+    llm, here = beside(tiny.llm(SINGLE[1])), threading.local()
+    run, names, single = Work.run, set(), False
+
+    def way(items):
+        nonlocal single
+        found = inner_way(items)
+        single = isinstance(found, OneToken)
+        return found
+
+    def watched(self):
+        here.device = self.name in ("draft", "sample", "head") and single
+        names.update({self.name} if here.device else ())
+        run(self)
+        here.device = False
+
+    def reads(name):
+        inner = getattr(torch.Tensor, name)
+
+        def read(self, *args):
+            assert not getattr(here, "device", False), f"{name} waits for the device"
+            return inner(self, *args)
+
+        return read
+
+    monkeypatch.setattr(Work, "run", watched)
+    inner_way = llm.engine._way
+    monkeypatch.setattr(llm.engine, "_way", way)
+    for name in ("tolist", "item", "__bool__", "__int__", "__float__", "__index__"):
+        monkeypatch.setattr(torch.Tensor, name, reads(name))
+    llm.generate(PROMPTS[:4], params)
+    assert names == {"draft", "sample", "head"}
+    assert not llm.engine.metrics.drafter_errors, llm.engine.metrics.last_drafter_error
