@@ -26,6 +26,7 @@ class _Place:
     num_run: int
     parents: list[int]
     pages: list[int]
+    """That its rows write into, and those before."""
 
     def fits(self, item: Item, parents: list[int]) -> bool:
         sequence = item.sequence
@@ -59,8 +60,8 @@ class Ahead:
         self._made = rows, _ = lay_out(items, chain, wants_prompt)
         self.runtime.prepare(rows)
         self._places = [
-            _Place(i.sequence, i.sequence.num_computed, i.num_run, parents, [*i.sequence.pages])
-            for i, (_, parents) in zip(items, chain.lists(), strict=True)
+            self._place(item, item.sequence.num_computed, parents)
+            for item, (_, parents) in zip(items, chain.lists(), strict=True)
         ]
 
     def while_computing(
@@ -87,9 +88,14 @@ class Ahead:
             self.runtime.prepare(rows)
             self._made = rows, [Span(i, i, 1, []) for i in range(len(following))]
             self._places = [
-                _Place(item.sequence, length, 1, [-1], [*item.sequence.pages])
+                self._place(item, length, [-1])
                 for item, length in zip(following, lengths, strict=True)
             ]
+
+    def _place(self, item: Item, start: int, parents: list[int]) -> _Place:
+        cells = start + item.num_run + len(parents) - 1
+        pages = item.sequence.pages[: -(-cells // self.runtime.page_size)]
+        return _Place(item.sequence, start, item.num_run, parents, pages)
 
     def take(self, items: list[Item], tree: TokenTree) -> tuple[Rows, list[Span]] | None:
         """What was laid out, with these tokens, if it was for these items and trees."""

@@ -3,6 +3,7 @@ KV and pages stay as they are. Both schedules, on one rank."""
 
 from __future__ import annotations
 
+import random
 import re
 import threading
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from foretell.engine.one_token import OneToken
 from foretell.llm import LLM
 from foretell.runtime.stream import Work, Worker
+from foretell.sequence import FinishReason
 from tests import heads, tiny
 from tests.engine.test_same_text import PROMPTS, SETTINGS, plain, speculative
 from tests.faults.white_box import cells, start, steps
@@ -183,3 +185,122 @@ def test_the_host_is_not_asked_between_pass_and_head(params, monkeypatch):
     llm.generate(PROMPTS[:4], params)
     assert names == {"draft", "sample", "head"}
     assert not llm.engine.metrics.drafter_errors, llm.engine.metrics.last_drafter_error
+
+
+def test_any_mix_of_aborts_and_preemptions_between_steps():
+    """Catch-up and head passes are then under way."""
+    params = tiny.sampled(max_tokens=24)
+    answers = tiny.ids(tiny.llm(max_num_seqs=1).generate(PROMPTS, params))
+    for scheme in (*SINGLE[:2], *SCHEMES[:4], "draft-model:weights=int4,k=3,adaptive=true"):
+        for seed, pages in ((0, 40), (1, 60), (2, 200)):
+            rng = random.Random(seed)
+            options = {"max_num_seqs": 4, "max_model_len": 100, "kv_memory": f"{pages * 2048}B"}
+            llm = beside(tiny.llm(scheme, **options))
+            sequences = start(llm, PROMPTS, params)
+            for _ in steps(llm, sequences):
+                if rng.random() < 0.2:
+                    llm.abort(rng.choice(sequences).request_id)
+                running = llm.engine.scheduler.running
+                if len(running) > 1 and rng.random() < 0.2:
+                    llm.engine.scheduler._preempt(running[-1])
+                    llm.engine.check()
+            while llm.engine.has_work:  # an abort that came late
+                llm._step()
+            for sequence, answer in zip(sequences, answers, strict=True):
+                ended = sequence.finish_reason == FinishReason.LENGTH
+                assert sequence.output == (answer if ended else answer[: sequence.num_output])
+            tiny.check_idle(settled(llm))
+            assert not llm.engine.metrics.drafter_errors, llm.engine.metrics.last_drafter_error
+            assert tiny.ids(llm.generate(PROMPTS, params)) == answers
+
+
+@pytest.mark.parametrize("scheme", [None, SCHEMES[2], SINGLE[0]], ids=named)
+def test_an_interrupt_while_the_device_works(scheme, monkeypatch):
+    """What it leaves under way is waited for before the next step."""
+    params = tiny.greedy(max_tokens=16)
+    answers = tiny.ids(tiny.llm().generate(PROMPTS, params))
+    for call in range(1, 12, 2):
+        llm = beside(tiny.llm(scheme))
+        wait, calls = llm.engine.runtime.wait, [0]
+
+        def interrupted(work, wait=wait, calls=calls, call=call):
+            calls[0] += 1
+            if calls[0] == call:
+                raise KeyboardInterrupt
+            return wait(work)
+
+        monkeypatch.setattr(llm.engine.runtime, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, params)
+        assert tiny.ids(llm.generate(PROMPTS, params)) == answers
+        tiny.check_idle(settled(llm))
+
+
+def test_an_error_on_the_device_is_raised_by_the_step(monkeypatch):
+    llm = beside(tiny.llm(SCHEMES[2]))
+    forward, calls = llm.engine.runtime.forward_target, [0]
+
+    def failing(rows):
+        calls[0] += 1
+        if calls[0] == 3:
+            raise RuntimeError("device lost")
+        return forward(rows)
+
+    monkeypatch.setattr(llm.engine.runtime, "forward_target", failing)
+    with pytest.raises(RuntimeError, match="device lost"):
+        llm.generate(PROMPTS, tiny.greedy())
+    assert tiny.ids(llm.generate(PROMPTS, tiny.greedy())) == plain("greedy")
+    tiny.check_idle(settled(llm))
+
+
+@pytest.mark.parametrize("scheme", [None, SCHEMES[3]], ids=named)
+def test_rows_are_laid_out_before_they_are_needed(scheme):
+    """And thrown away where a sequence came or went unexpectedly."""
+    llm = beside(tiny.llm(scheme, max_num_seqs=4))
+    before = llm.engine.metrics.num_steps
+    results = llm.generate(PROMPTS, tiny.sampled(ignore_eos=False, stop_token_ids=[9, 11]))
+    assert tiny.ids(results) == plain("eos") or len({len(r.token_ids) for r in results}) > 2
+    assert 0 < llm.engine.ahead.taken < llm.engine.metrics.num_steps - before
+    before, taken = llm.engine.metrics.num_steps, llm.engine.ahead.taken
+    llm.generate(PROMPTS[:3], tiny.greedy())
+    assert llm.engine.ahead.taken - taken >= llm.engine.metrics.num_steps - before - 4
+
+
+def test_the_caller_works_while_the_pass_is_under_way(monkeypatch):
+    llm, seen, over = beside(tiny.llm()), [], threading.Event()
+    forward = llm.engine.runtime.forward_target
+
+    def slow(rows):
+        assert over.wait(60)
+        return forward(rows)
+
+    def meanwhile():
+        seen.append([len(s.tokens) for s in sequences])
+        over.set()
+
+    monkeypatch.setattr(llm.engine.runtime, "forward_target", slow)
+    sequences = start(llm, PROMPTS[:2], tiny.greedy(max_tokens=3))
+    while llm.engine.has_work:
+        over.clear()
+        llm.engine.step(meanwhile)
+    lengths = [len(p) for p in PROMPTS[:2]]
+    assert seen == [[n + i for n in lengths] for i in range(3)], "the tokens of the step before"
+
+
+def test_a_request_that_comes_during_a_pass_is_admitted_then(monkeypatch):
+    llm = beside(tiny.llm(max_num_seqs=4))
+    [first] = start(llm, PROMPTS[:1], tiny.greedy())
+    for _ in range(3):
+        llm._step()
+    [late] = llm.sequences(PROMPTS[1], tiny.greedy(), True)
+    way = llm.engine._way
+    monkeypatch.setattr(llm.engine, "_way", lambda items: (llm.engine.add(late), way(items))[1])
+    llm._step()
+    monkeypatch.undo()
+    assert late.slot >= 0
+    assert not late.num_output
+    llm.engine.check()
+    for _ in steps(llm, [first, late]):
+        pass
+    assert [first.output, late.output] == plain("greedy")[:2]
+    tiny.check_idle(llm)
