@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from foretell.bench.environment import environment
 from foretell.bench.workloads import default_workload
 from foretell.llm import LLM
+from foretell.runtime.parallel import ParallelRuntime
+from foretell.runtime.rank import memory
 from foretell.runtime.stream import Worker
 from foretell.sequence import SamplingParams
 
@@ -107,6 +109,14 @@ def line(name: str, batch: int, where: str, steps: list[tuple[float, ...]]) -> s
     )
 
 
+def tell_memory(llm: LLM) -> None:
+    """What each rank holds of target and draft."""
+    ours = memory(llm.engine.runtime, llm.engine.drafter)
+    for rank, each in enumerate([ours, *llm.engine.runtime.leader.memory]):
+        shown = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in each.items())
+        print(f"rank {rank}, MiB: {shown}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -151,6 +161,8 @@ def main() -> None:
             for where, steps in found.items():
                 print(line(name, batch, where, steps), flush=True)
             for llm in llms.values():
+                if isinstance(llm.engine.runtime, ParallelRuntime):
+                    tell_memory(llm)
                 llm.close()
     facts = environment()
     print(f"\n{facts['cpu']}, {facts['threads']} threads, {facts['packages']}")

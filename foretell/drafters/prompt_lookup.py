@@ -10,7 +10,7 @@ grown token by token, so neither the length of the text nor the n-gram range sho
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from foretell.config import SpeculationConfig
 from foretell.sequence import Sequence
@@ -21,6 +21,8 @@ MAX_HOPS = 64
 """Most suffixes of a text whose last occurrence one new token refreshes."""
 LONGEST_PAUSE = 32
 """Most steps between two tries where drafts keep failing."""
+_WEIGHT, _KEPT = 6.0, 1 - 1 / 128
+"""What is thought of a match beforehand, in observations, and what of these each new one leaves."""
 
 
 class NgramIndex:
@@ -119,20 +121,23 @@ class NgramIndex:
         self._recent.append(recent)
         return len(self._len) - 1
 
-    def matches(self, most: int) -> list[int]:
-        """Occurrences of the text's end, last positions, with different tokens behind them: the
-        longest and most recent match, then earlier ones along the chain of matches."""
-        out: list[int] = []
+    def matches(self, most: int) -> list[tuple[int, int]]:
+        """Occurrences of the text's end, with different tokens behind them: their last position
+        and how many tokens match. The longest and most recent comes first, then earlier ones along
+        the chain of matches."""
+        out: list[tuple[int, int]] = []
         seen: set[int] = set()
-        at = len(self.tokens) - 1
+        at, length = len(self.tokens) - 1, self.longest
         for _ in range(4 * most):
-            at = self.match[at] if at >= 0 else -1
             if at < 0 or len(out) == most:
+                break
+            at, length = self.match[at], min(length, self.length[at])
+            if at < 0:
                 break
             self.operations += 1
             if self.tokens[at + 1] not in seen:
                 seen.add(self.tokens[at + 1])
-                out.append(at)
+                out.append((at, length))
         return out
 
     def continuation(self, match: int, count: int) -> list[int]:
@@ -154,6 +159,8 @@ class _Slot:
     drafted_at: int = -1  # text length at the last draft, -1 for none open
     tokens: list[int] = field(default_factory=list[int])  # its tree, root first
     parents: list[int] = field(default_factory=list[int])
+    guess: list[int] = field(default_factory=list[int])  # behind the longest match, drafted or not
+    length: int = 0  # of that match
     debt: int = 0  # failed drafts less accepted tokens
     pause: int = 0  # steps to go without a draft
 
@@ -195,6 +202,10 @@ class PromptLookup(Drafter):
         super().__init__(config, runtime)
         self.needs = Needs(max_nodes=config.k, prediction=True)
         self._slots: dict[int, _Slot] = {}
+        longest = self.options.ngram_max
+        self._tries = [_WEIGHT] * (longest + 1)
+        self._hits = [_WEIGHT * length / (length + 3) for length in range(longest + 1)]
+        """[ngram_max + 1] tokens drafted behind a match of so many tokens, and those accepted."""
 
     def observe(self, commit: Commit) -> None:
         """Indexes what became final, so that a long prompt is paid for chunk by chunk."""
@@ -206,20 +217,23 @@ class PromptLookup(Drafter):
     def propose(self, ask: Ask) -> TokenTree:
         tokens: list[list[int]] = []
         parents: list[list[int]] = []
-        for sequence, budget, depth in zip(ask.sequences, ask.budgets, ask.depths, strict=True):
+        chances: list[list[float]] = []
+        for sequence, budget, depth, least in zip(
+            ask.sequences, ask.budgets, ask.depths, ask.least, strict=True
+        ):
             slot = self._read(sequence, len(sequence.tokens))
             self._learn(slot)
-            tree = ([sequence.tokens[-1]], [-1])
+            tree = ([sequence.tokens[-1]], [-1], [1.0])
             if slot.pause and budget:
                 slot.pause -= 1
             elif budget:
-                self._draft(slot.index, budget, depth, *tree)
-            if len(tree[0]) > 1:
+                self._draft(slot, budget, depth, least.node, *tree)
                 slot.drafted_at = len(sequence.tokens)
-                slot.tokens, slot.parents = tree
+                slot.tokens, slot.parents, _ = tree
             tokens.append(tree[0])
             parents.append(tree[1])
-        return from_lists(tokens, parents)
+            chances.append(tree[2])
+        return replace(from_lists(tokens, parents), chances=chances)
 
     def forget(self, slots: list[int]) -> None:
         for slot in slots:
@@ -242,25 +256,61 @@ class PromptLookup(Drafter):
         return slot
 
     def _draft(
-        self, index: NgramIndex, budget: int, depth: int, tokens: list[int], parents: list[int]
+        self,
+        slot: _Slot,
+        budget: int,
+        depth: int,
+        least: float,
+        tokens: list[int],
+        parents: list[int],
+        chances: list[float],
     ) -> None:
-        """Adds nodes to a tree of only its root: branches grow in turn, one level at a time."""
+        """Adds nodes to a tree of only its root: branches grow in turn, one level at a time. Each
+        token that is right makes the match behind it longer."""
+        index = slot.index
         matches = index.matches(min(self.options.branches, budget))
-        length = min(budget, depth)
-        drafts = [index.continuation(match, length) for match in matches]
-        ends = [0] * len(drafts)  # they differ in their first token, so no two share a node
-        for level in range(length):
-            for branch, draft in enumerate(drafts):
+        longest, left = min(budget, depth), 1.0
+        # They differ in their first token, so no two share a node.
+        drafts = [(index.continuation(at, longest), length) for at, length in matches]
+        slot.guess, slot.length = drafts[0] if drafts else ([], 0)
+        ends = dict.fromkeys(range(len(drafts)), 0)
+        for level in range(longest):
+            for branch, end in list(ends.items()):
                 if len(tokens) > budget:
                     return
+                draft, length = drafts[branch]
+                chance = self._chance(length + level) * (chances[end] if level else left)
+                if chance < least:
+                    del ends[branch]
+                    continue
+                left -= 0 if level else chance
                 tokens.append(draft[level])
-                parents.append(ends[branch])
+                parents.append(end)
+                chances.append(chance)
                 ends[branch] = len(tokens) - 1
+
+    def _chance(self, length: int) -> float:
+        """That a token behind a match of so many tokens is right."""
+        length = min(length, self.options.ngram_max)
+        return self._hits[length] / self._tries[length]
+
+    def _compare(self, slot: _Slot, since: list[int]) -> None:
+        """Learns from what was guessed, in the tree or not, how often a match is right."""
+        for level, (token, guess) in enumerate(zip(since, slot.guess, strict=False)):
+            at = min(slot.length + level, self.options.ngram_max)
+            self._tries[at] = self._tries[at] * _KEPT + 1
+            self._hits[at] = self._hits[at] * _KEPT + (token == guess)
+            if token != guess:
+                break
 
     def _learn(self, slot: _Slot) -> None:
         """Compares the last draft with what was committed since."""
         since = slot.sequence.tokens[slot.drafted_at :] if slot.drafted_at >= 0 else []
-        if not since or not self.options.patience:
+        if not since:
+            return
+        self._compare(slot, since)
+        drafted, slot.drafted_at = len(slot.tokens) > 1, -1
+        if not drafted or not self.options.patience:
             return
         accepted, node = 0, 0
         edges = {edge: i for i, edge in enumerate(zip(slot.parents, slot.tokens, strict=True))}
@@ -268,7 +318,6 @@ class PromptLookup(Drafter):
             if (node, token) not in edges:
                 break
             accepted, node = accepted + 1, edges[node, token]
-        slot.drafted_at = -1
         patience = self.options.patience
         slot.debt = max(0, slot.debt - accepted) if accepted else slot.debt + 1
         if not accepted and slot.debt > patience:

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -24,6 +25,19 @@ from foretell.spec.seats import Limit, Seat, limit
 from foretell.spec.tree import TokenTree, cut, depths, from_lists, roots
 
 Failed = Callable[[str, Exception], None]
+
+
+def claims(parents: list[int], chances: list[float], path: list[int]) -> list[tuple[float, bool]]:
+    """For each node whose parent was accepted, or is the root: what the draft gave it once its
+    parent is, and whether it was accepted too. None where the draft said nothing."""
+    if not chances:
+        return []
+    right = {0, *path}
+    return [
+        (chances[node] / max(chances[parent], 1e-9), node in right)
+        for node, parent in enumerate(parents)
+        if parent in right
+    ]
 
 
 def merge_needs(drafters: SequenceOf[Drafter]) -> Needs:
@@ -128,11 +142,14 @@ class Drafting:
         if len(trees) == 1:
             return trees[0][1] or plain
         lists = list(plain.lists())
+        chances: list[list[float]] = [[] for _ in items]
         for m, tree in trees:
             for b, item in enumerate(items):
                 if tree is not None and item.scheme == m:
                     lists[b] = tree.lists()[b]
-        return from_lists([tokens for tokens, _ in lists], [parents for _, parents in lists])
+                    chances[b] = tree.chances[b] if tree.chances else []
+        out = from_lists([tokens for tokens, _ in lists], [parents for _, parents in lists])
+        return replace(out, chances=chances)
 
     def first(self, m: int, sequences: list[Sequence]) -> Tensor:
         """One token for each sequence, on the device: see `Drafter.first`."""
@@ -169,6 +186,7 @@ class Drafting:
             [item.budget if item else 0 for item in mine],
             sample=self.sampled,
             depths=[item.depth if item else 0 for item in mine],
+            least=[item.least for item in items],
         )
         start = time.perf_counter()
         try:
@@ -183,14 +201,16 @@ class Drafting:
             return None
         took = time.perf_counter() - start
         if self.controller and self.learning:
-            nodes = sum(ask.budgets)
+            nodes = sum(tree.num_drafted)
+            levels = max((max(depths(parents)) for _, parents in tree.lists()), default=0)
             keys = sum(len(item.sequence.tokens) for item in mine if item and item.budget)
-            self.controller.costs.learn_propose(m, max(ask.lengths), nodes, keys, took)
+            self.controller.costs.learn_propose(m, max(1, levels), nodes, keys, took)
         return tree
 
     def learn(
         self,
         items: list[Item],
+        tree: TokenTree,
         choice: Choice,
         rows: int,
         seconds: float,
@@ -199,7 +219,8 @@ class Drafting:
         """Takes in how a step went.
 
         Args:
-            choice: what became of their trees.
+            tree: what was proposed for them.
+            choice: what became of it.
             rows: of the target's pass.
             seconds: that the step took but for its drafts.
             drafting: that these took.
@@ -209,15 +230,19 @@ class Drafting:
             return
         outcomes: list[list[Outcome]] = [[] for _ in self.drafters]
         keys = more = 0
-        for item, tree, outcome in zip(items, choice.trees, choice.outcomes, strict=True):
-            assert tree is not None
-            length, nodes = len(item.sequence.tokens), len(tree[0]) - 1
+        for b, (item, own, outcome) in enumerate(
+            zip(items, choice.trees, choice.outcomes, strict=True)
+        ):
+            assert own is not None
+            length, nodes = len(item.sequence.tokens), len(own[0]) - 1
             keys += length
             more += length * nodes
             if item.budget and outcome is not None:
-                depth = max(depths(tree[1]))
-                result = Outcome(item.sequence.slot, nodes, depth, len(outcome.path))
-                outcomes[item.scheme].append(result)
+                m, slot, right = item.scheme, item.sequence.slot, len(outcome.path)
+                outcomes[m].append(Outcome(slot, nodes, item.depth, right, item.budget))
+                if tree.chances and not item.forced:
+                    said = claims(own[1], tree.chances[b], outcome.path)
+                    controller.schemes[m].learn_claims(said)
         controller.costs.learn_target(rows, keys, more, seconds)
         for m, each in enumerate(outcomes):
             if each:

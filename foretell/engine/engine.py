@@ -151,7 +151,7 @@ class Engine:
             target = way.target(rows, spans)
             way.draw(prepare(items, spans, tree, self.end_ids), target)
             self._take_in()
-            self.ahead.while_computing(items, self._goes_on, self.drafting is not None)
+            self.ahead.while_computing(items, self._lasts, self.drafting is not None)
             if meanwhile:
                 meanwhile()
         with phase("forward"):
@@ -176,7 +176,7 @@ class Engine:
             with phase("observe"):
                 if self.drafting:
                     took = self.metrics.now() - start - drafting
-                    self.drafting.learn(items, choice, len(rows), took, drafting)
+                    self.drafting.learn(items, tree, choice, len(rows), took, drafting)
                     self._observe(items, spans, starts, choice, output.features, way.followed)
                 self._retire(items)
         except BaseException:  # Ctrl-C too: half-written sequences cannot go on
@@ -219,20 +219,20 @@ class Engine:
             return Seat(sequence.slot, length, [Limit(0, 0)], [0], forced)
         return self.drafting.seat(sequence, left, forced)
 
+    def _lasts(self, sequence: Sequence) -> bool:
+        """May it go on behind one token more?"""
+        return self._tokens_left(sequence) > 1
+
     def _tokens_left(self, sequence: Sequence) -> int:
         room = self.runtime.max_model_len - len(sequence.tokens)
         if sequence.params.max_tokens is None:
             return room
         return min(room, sequence.params.max_tokens - sequence.num_output)
 
-    def _goes_on(self, sequence: Sequence) -> bool:
-        """May it, behind one token more?"""
-        return self._tokens_left(sequence) > 1
-
     def _way(self, items: list[Item]) -> Schedule:
         """The schedule of single drafted tokens, where that gains something and all can go it."""
         if self.drafting and self.device.overlaps and self.rule == "coupled":
-            m = scheme_for(self.drafting, items, self._goes_on, self.end_ids)
+            m = scheme_for(self.drafting, items, self._lasts, self.end_ids)
             if m is not None:
                 return OneToken(self.device, items, self.drafting, m)
         return Ordinary(self.device, items, self.ahead, self._propose, self.rule, self.threshold)
@@ -298,8 +298,7 @@ class Engine:
         features: torch.Tensor | None,
         followed: int | None,
     ) -> None:
-        """Shows the drafters what became final. Where the stream overlaps they catch up while the
-        next step is scheduled."""
+        """The drafters catch up; where the stream overlaps, while the next step is scheduled."""
         assert self.drafting
         commit = final(items, spans, starts, choice.outcomes, features)
         if commit is None:

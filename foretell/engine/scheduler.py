@@ -15,7 +15,7 @@ from foretell.config import EngineConfig
 from foretell.engine.cache import PageCache
 from foretell.sequence import Sequence
 from foretell.spec.budget import Controller, FixedBudget
-from foretell.spec.seats import Seat
+from foretell.spec.seats import Least, Seat
 
 
 @dataclass
@@ -31,6 +31,8 @@ class Item:
     """Draft nodes on one path at most."""
     scheme: int = 0
     """Which of the engine's schemes drafts."""
+    least: Least = Least()
+    """How likely nodes must be."""
     forced: tuple[int, ...] = ()
     """Draft tokens that the answer's grammar forces."""
 
@@ -164,6 +166,7 @@ class Scheduler:
             nodes = min(max(grant.nodes, grant.forced), self.cache.num_cells(item.sequence) - taken)
             item.budget = min(nodes, grant.nodes)
             item.depth, item.scheme = min(grant.depth, item.budget), grant.scheme
+            item.least = grant.least
             item.forced = seat.forced[: min(nodes, grant.forced)]
             self.cache.reserve(item.sequence, taken + nodes)
 

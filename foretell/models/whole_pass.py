@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any, TypeGuard
+from weakref import ref
 
 import numpy as np
 import torch
@@ -88,6 +89,8 @@ class WholePass:
         self._seen = config.num_heads * config.head_dim
         self._eps = np.float32(config.rms_norm_eps)
         self._scale = np.float32(config.head_dim**-0.5)
+        self._last: tuple[Any, Any, Any] = (None, None, None)
+        """Of the pass before: its first cache, what else decides, and what was decided."""
         self._room = threading.local()
         self.spent = np.zeros(len(compiled.PHASES), np.int64)
         """Ticks of each of `compiled.PHASES` so far."""
@@ -108,13 +111,9 @@ class WholePass:
         rows, width = len(tokens), self._config.hidden_size
         hidden, tapped = torch.empty(rows, width), torch.empty(rows, len(taps) * width)
         logits = torch.empty(len(outputs), self._logits)
-        places = np.full(len(self._table) - 1, -1, np.int64)
-        for i, tap in enumerate(taps):
-            if tap >= 0:
-                places[tap] = i
+        places, caches, sizes = self._fixed(taps, kv, layout.page_size)
         room, (x, fitted, wide, seen) = self._buffers(rows)
-        caches = np.array([[x.data_ptr() for x in pair] for pair in kv])
-        num_pages, bits = len(kv[0][0]), _BITS[kv[0][0].element_size()]
+        bits = _BITS[kv[0][0].element_size()]
         sync = np.zeros(self._compiled.sync_bytes(len(places)), np.uint8)
         rope, config = self._rope, self._config
         parts = np.empty(
@@ -125,7 +124,7 @@ class WholePass:
         arguments = (
             self._formats, self._ends, self._start, given, bits, tokens.numpy(), outputs.numpy(),
             logits.numpy(), x, hidden.numpy(), tapped.numpy(), places, self._table, caches,
-            np.array([*self._sizes, layout.page_size, num_pages]), self._eps, self._scale,
+            sizes, self._eps, self._scale,
             rope.cos.numpy(), rope.sin.numpy(), layout.positions.numpy(), layout.cells.numpy(),
             *attention.planned, fitted, self._stride, wide, seen, parts, done, sync.ctypes.data,
             self.spent,
@@ -135,6 +134,22 @@ class WholePass:
             if tap >= 0 and (j := int(places[tap])) != i:  # a layer that is tapped twice
                 tapped[:, i * width : (i + 1) * width] = tapped[:, j * width : (j + 1) * width]
         return logits[:, : self._outputs], hidden, tapped
+
+    def _fixed(
+        self, taps: tuple[int, ...], kv: SequenceOf[tuple[Tensor, Tensor]], page_size: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What is the same from pass to pass: where each layer's tap goes, the addresses of all
+        caches, sizes."""
+        first = self._last[0]
+        if first is None or first() is not kv[0][0] or self._last[1] != (taps, page_size):
+            places = np.full(len(self._table) - 1, -1, np.int64)
+            for i, tap in enumerate(taps):
+                if tap >= 0:
+                    places[tap] = i
+            caches = np.array([[x.data_ptr() for x in pair] for pair in kv])
+            sizes = np.array([*self._sizes, page_size, len(kv[0][0])])
+            self._last = ref(kv[0][0]), (taps, page_size), (places, caches, sizes)
+        return self._last[2]
 
     def _buffers(self, rows: int) -> tuple[Tensor, tuple[np.ndarray, int, int, int]]:
         """This thread's memory for a pass, which must not move meanwhile, and in it the residual

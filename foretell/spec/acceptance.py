@@ -8,6 +8,7 @@ that is why something that failed once is tried again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -55,8 +56,10 @@ class Outcome(NamedTuple):
     nodes: int
     """Of the tree without its root; 0 where there was no draft."""
     depth: int
-    """Of its longest path."""
+    """That was asked for: a path that ends before was thought not to be worth it."""
     accepted: int
+    asked: int = 0
+    """Nodes that were asked for, 0 for as many as there are."""
 
 
 class _Record:
@@ -90,6 +93,10 @@ class Acceptance:
         """[R] a tree of this size against the largest; for chains depth says it all."""
         self.errors = [0.05, 0.049, 0.05]
         """Mean square error of each weight in `_EVERYBODY`."""
+        self.filled = 1.0
+        """Share of the nodes asked for that a draft has, if there is one."""
+        self.candour = 1.0
+        """A node that the draft gives a chance of c is accepted with c ** candour."""
         self._records: dict[int, _Record] = {}
         self._clock = 0
         self._common: list[float] = []
@@ -142,9 +149,11 @@ class Acceptance:
     def learn(self, outcomes: SequenceOf[Outcome]) -> None:
         """One step's drafts, at most one a sequence; those asked for in vain included."""
         levels = len(self.tries)
-        for slot, nodes, depth, accepted in outcomes:
-            if not self.ladder.is_chain and nodes:
-                self._learn_yield(slot, nodes, accepted)
+        for slot, nodes, depth, accepted, asked in outcomes:
+            if nodes:
+                self.filled += (nodes / max(asked, nodes) - self.filled) / 64
+                if not self.ladder.is_chain:
+                    self._learn_yield(slot, max(asked, nodes), accepted)
             record = self._records.get(slot)
             if record is None:
                 record = self._records[slot] = _Record(levels)
@@ -165,6 +174,20 @@ class Acceptance:
                     tries[level] = tries[level] * keep + 1
                     hits[level] = hits[level] * keep + (level < accepted)
         self._common = []
+
+    def learn_claims(self, claims: SequenceOf[tuple[float, bool]]) -> None:
+        """Chances that the draft gave nodes whose parents were accepted, and whether they were:
+        one step each up the likelihood's slope."""
+        for chance, accepted in claims:
+            log = math.log(min(max(chance, 1e-6), 1 - 1e-6))
+            p = min(math.exp(self.candour * log), 1 - 1e-3)
+            slope = log * (1.0 if accepted else -p / (1 - p))
+            self.candour += min(max(slope, -2.0), 2.0) / 64
+            self.candour = min(max(self.candour, 0.2), 4.0)
+
+    def least(self, chance: float) -> float:
+        """What the draft must say of a node for it to have such a chance."""
+        return min(chance, 0.95) ** (1 / self.candour)
 
     def _judge(self, record: _Record, right: bool) -> None:
         """Which weight of everybody foretells best whether a first token is right?"""

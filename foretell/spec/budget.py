@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from foretell.spec.acceptance import Acceptance, Outcome
 from foretell.spec.choice import Choice
 from foretell.spec.costs import Costs
-from foretell.spec.seats import Grant, Limit, Seat, within
+from foretell.spec.seats import Grant, Least, Limit, Seat, within
 
 KEPT = 8
 """Most steps that a choice serves, if it was the same as before and the same sequences run."""
@@ -82,6 +82,7 @@ class Controller:
         self.probes = [Probes() for _ in sizes]
         self.rate = 0.0
         """Tokens a second that the last choice promises."""
+        self._least = [Least()] * len(sizes)
         self._kept: tuple[list[int], list[Grant]] = ([], [])
         self._plain = 0.0
         self._age, self._patience, self._turn = 0, 1, 0
@@ -112,6 +113,7 @@ class Controller:
                 return self._probe(seats, grants, rows)
         choice = Choice(self.schemes, self.costs, seats, rows)
         self.rate, grants = choice.best(self.mixed)
+        self._least = choice.least(self.rate, grants)
         self._plain = len(seats) / choice.plain
         settled = slots == before[0] and _alike(grants, before[1])
         self._patience = min(2 * self._patience, KEPT) if settled else 1 + len(seats) // 8
@@ -144,7 +146,8 @@ class Controller:
         b = min(able, key=lambda b: (seats[b].behind[m] // 8, (seats[b].slot - self._turn) % 64))
         ladder, seat = self.schemes[m].ladder, seats[b]
         rung = min(2, len(ladder.nodes) - 1)
-        probe = within(Grant(ladder.nodes[rung], ladder.depth[rung], m), seat)
+        probe = Grant(ladder.nodes[rung], ladder.depth[rung], m, least=self._least[m])
+        probe = within(probe, seat)
         others = [grant if i != b and self.mixed else Grant() for i, grant in enumerate(grants)]
         used = sum(grant.nodes for grant in others)
         lost = sum(grant.nodes for grant in grants) - used
@@ -165,7 +168,8 @@ class Controller:
         if not (grants[b].nodes and grants[b].scheme == m and grants[b].nodes in ladder.nodes):
             return grants
         rung = min(ladder.nodes.index(grants[b].nodes) + 2, len(ladder.nodes) - 1)
-        longer = within(Grant(ladder.nodes[rung], ladder.depth[rung], m), seats[b])
+        longer = grants[b]._replace(nodes=ladder.nodes[rung], depth=ladder.depth[rung])
+        longer = within(longer, seats[b])
         more = longer.nodes - grants[b].nodes
         used = sum(grant.nodes for grant in grants)
         if more > 0 and used + more <= rows:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from foretell.spec.acceptance import Acceptance
 from foretell.spec.costs import Costs
-from foretell.spec.seats import Grant, Seat
+from foretell.spec.seats import Grant, Least, Seat
 
 PAID_AT_ONCE = 4
 """Tokens that a drafter is behind and catches up with in an ordinary step; what is more is an
@@ -21,6 +21,8 @@ PAID_BACK = 64
 WORTHWHILE = 1.02
 """How many times the speed of plain decoding drafts must promise: what they promise is not known
 better, and what a step with drafts costs besides is in nobody's count."""
+HOPE_BEHIND = 0.5
+"""How likely a node's best child is taken to be before the draft was run on the node."""
 
 
 class _Rung(NamedTuple):
@@ -52,13 +54,14 @@ class Choice:
         seats: SequenceOf[Seat],
         rows: int,
     ) -> None:
-        self.costs, self.seats, self.room = costs, seats, rows
+        self.costs, self.seats, self.room, self.schemes = costs, seats, rows, schemes
         self.attention = costs.keys((sum(seat.keys for seat in seats), 0))
         self.plain = costs.base(len(seats)) + self.attention
         # Whatever is chosen, a second is worth at least as much as in plain decoding.
         self.slope = costs.slope(len(seats))
         self.reach = costs.reach(sum(seat.keys for seat in seats))
         least = len(seats) / self.plain * self.slope
+        self.filled = [scheme.filled for scheme in schemes]
         self.rungs = [
             [_rungs(scheme, m, seat, least) for seat in seats] for m, scheme in enumerate(schemes)
         ]
@@ -82,7 +85,22 @@ class Choice:
             nodes = sum(rung.nodes for rung in rungs)
             depth = min(rungs[-1].depth, self.seats[b].limits[m].depth) if rungs else 0
             grants.append(Grant(nodes, depth, m))
+        least = self.least(rate, grants)
+        grants = [grant._replace(least=least[grant.scheme]) for grant in grants]
         return rate if any(counts) else plain, grants
+
+    def least(self, rate: float, grants: SequenceOf[Grant]) -> list[Least]:
+        """[M] the chances that nodes must have to be worth their time, by what each scheme says."""
+        costs, batch, out = self.costs, len(self.seats), list[Least]()
+        for m, scheme in enumerate(self.schemes):
+            mine = [grant for grant in grants if grant.nodes and grant.scheme == m]
+            _, level, node = costs.propose[m].weights
+            more = max(1.0, sum(grant.nodes for grant in mine) * scheme.filled)
+            row = rate * ((costs.base(batch + more) - costs.base(batch)) / more + node)
+            run = rate * level * self.reach / max(1, len(mine))
+            parent = row + run / HOPE_BEHIND
+            out.append(Least(scheme.least(row), scheme.least(parent)))
+        return out
 
     def fill(self, assigned: list[int]) -> tuple[float, list[int]]:
         """The best budgets if each sequence has the scheme [B] that it is given here.
@@ -116,7 +134,7 @@ class Choice:
             if rung.depth > levels[m]:  # all go level by level together
                 if not levels[m]:
                     drafting += call + observe[m][0]
-                drafting += level * self.reach * (rung.depth - levels[m])
+                drafting += level * self.reach * (rung.depth - levels[m]) * self.filled[m]
                 levels[m] = rung.depth
             if not r:
                 drafting += observe[m][1] * _late(seat.behind[m])
@@ -162,10 +180,11 @@ def _rungs(scheme: Acceptance, m: int, seat: Seat, least: float) -> list[_Rung]:
         if size > limit.nodes or (ladder.is_chain and depth > limit.depth):
             break
         more = size - nodes
-        worth = min(worth, (total - tokens) / more)
+        worth = min(worth, (total - tokens) / (more * scheme.filled))
         if worth <= least:
             break
-        out.append(_Rung(worth, found * (total - tokens), found * more, more, depth))
+        rows = found * more * scheme.filled
+        out.append(_Rung(worth, found * (total - tokens), rows, more, depth))
         tokens, nodes = total, size
     return out
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from foretell.sequence import Sequence
 from foretell.spec.options import read_options
+from foretell.spec.seats import Least
 from foretell.spec.training import Loss, Rule, TrainingBatch
 from foretell.spec.tree import TokenTree
 
@@ -192,10 +193,15 @@ class Ask:
     """Whether drafts may be sampled (`rejection`, `block`) and their `probs` are wanted."""
     depths: list[int] = field(default_factory=list[int])
     """[B] longest useful path, the root not counted; as deep as ``budgets`` if not given."""
+    least: list[Least] = field(default_factory=list[Least])
+    """[B] how likely its nodes should be, by the draft's own lights; anything will do if not given.
+    For drafts that are a function of the text: what is drawn is not dropped for what it is."""
 
     def __post_init__(self) -> None:
         if not self.depths:
             object.__setattr__(self, "depths", list(self.budgets))
+        if not self.least:
+            object.__setattr__(self, "least", [Least()] * len(self.budgets))
 
     @property
     def lengths(self) -> list[int]:

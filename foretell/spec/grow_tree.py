@@ -20,9 +20,10 @@ The last is the only one that draws at random, so the shape is fixed before (non
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
 import torch
@@ -31,7 +32,7 @@ from torch import Tensor
 from foretell.sequence import Sequence
 from foretell.spec.draft_vocab import DraftVocab
 from foretell.spec.drafter import Ask, Rows
-from foretell.spec.shape import filtered, law, likeliest
+from foretell.spec.shape import filtered, law, likeliest, log_total
 from foretell.spec.tree import TokenTree, from_lists
 from foretell.spec.tree_shape import Plan, Sprouts, TreeShape
 
@@ -110,6 +111,10 @@ def grow_tree(
         (fixed if random else shape).plan(budget, min(budget, depth))
         for random, budget, depth in zip(drawn, budgets, ask.depths, strict=True)
     ]
+    least = [
+        (-math.inf, -math.inf) if random else (_log(own.node), _log(own.parent))
+        for random, own in zip(drawn, ask.least, strict=True)
+    ]
     trees = [Sprouts([root]) for root in ask.roots]
     words = [{0: 0} for _ in trees]  # the nodes that were run, in order, with their ancestors
     laws = [dict[int, Tensor]() for _ in trees]  # rows of q [V] by the node that was drawn from it
@@ -122,12 +127,22 @@ def grow_tree(
         born: dict[int, list[int]] = {b: [] for b, _ in nodes}
         for row, (b, node) in enumerate(nodes):
             children = zip(found.tokens[row], found.logps[row], strict=True)
-            new = [trees[b].add(node, rank, *child) for rank, child in enumerate(children)]
+            enough = least[b][0] - trees[b].values[node]
+            new = [
+                trees[b].add(node, rank, token, logp)
+                for rank, (token, logp) in enumerate(children)
+                if logp >= enough
+            ]
             born[b].extend(new)
             if found.probs is not None and new:
                 laws[b][node] = found.probs[row]
         rows = {node: row for row, node in enumerate(nodes)}
-        nodes = [(b, node) for b, new in born.items() for node in plans[b].expand(trees[b], new)]
+        nodes = [
+            (b, node)
+            for b, new in born.items()
+            for node in plans[b].expand(trees[b], new)
+            if trees[b].values[node] >= least[b][1]
+        ]
         depth += 1
         if nodes:
             logits = step(_frontier(nodes, trees, words, rows, depth))
@@ -227,11 +242,12 @@ def _children(
         scores = scores.clone()
         scores[noisy] += g[[place[key] for key in keys]]
     best, picked = _largest(scores, max(widths))  # [F, C]
-    total = (scores * trust).logsumexp(-1, keepdim=True)
-    sound = best[:, :1].isfinite()
-    logps = (best * trust - total).masked_fill(~sound, -torch.inf)
-    counts = cast(list[int], (logps > -torch.inf).sum(-1).tolist())
-    counts = [min(pair) for pair in zip(counts, widths, strict=True)]
+    total = log_total(scores, trust)[:, None]
+    logps = (best * trust - total).tolist()  # NaN throughout where the best is not finite
+    counts = [
+        min(width, sum(logp > -math.inf for logp in row))
+        for width, row in zip(widths, cast(list[list[float]], logps), strict=True)
+    ]
     probs = None
     if ask.sample:
         q = law(shaped, params)  # [F, Vd]
@@ -241,10 +257,9 @@ def _children(
                 q[f] = 0.0
                 q[f, picked[f, : counts[f]]] = 1 / counts[f]
         probs = vocab.spread(q)
-    tokens, values = vocab.tokens(picked), cast(list[list[float]], logps.tolist())
     return _Children(
-        [row[:count] for row, count in zip(tokens, counts, strict=True)],
-        [row[:count] for row, count in zip(values, counts, strict=True)],
+        [row[:count] for row, count in zip(vocab.tokens(picked), counts, strict=True)],
+        [row[:count] for row, count in zip(logps, counts, strict=True)],
         probs,
     )
 
@@ -256,6 +271,10 @@ def _largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return values, indices
     best = likeliest(scores)[:, None]
     return scores.gather(-1, best), best
+
+
+def _log(chance: float) -> float:
+    return math.log(chance) if chance > 0 else -math.inf
 
 
 def _own_seed(seed: int, length: int, node: int) -> int:
@@ -278,7 +297,11 @@ def _finish(
         place = {node: at for at, node in enumerate(order)}
         tokens.append([tree.tokens[node] for node in order])
         parents.append([place.get(tree.parents[node], -1) for node in order])
-    out = from_lists(tokens, parents)
+    chances = [
+        [math.exp(tree.values[node]) for node in order]
+        for tree, order in zip(trees, orders, strict=True)
+    ]
+    out = replace(from_lists(tokens, parents), chances=chances)
     rows = [
         (b, at, laws[b][n]) for b, o in enumerate(orders) for at, n in enumerate(o) if n in laws[b]
     ]
@@ -287,7 +310,7 @@ def _finish(
     probs = torch.zeros(*out.tokens.shape, vocab_size, device=rows[0][2].device)  # [B, N, V]
     for b, at, row in rows:
         probs[b, at] = row
-    return TokenTree(out.tokens, out.parents, out.sizes, probs)
+    return replace(out, probs=probs)
 
 
 def _depth_first(tree: Sprouts, kept: list[int]) -> list[int]:

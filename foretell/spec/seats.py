@@ -42,6 +42,15 @@ class Seat(NamedTuple):
     """Draft tokens that the answer's grammar forces: a chain that costs nothing to draft."""
 
 
+class Least(NamedTuple):
+    """How likely a node of a draft must be to be accepted."""
+
+    node: float = 0.0
+    """To be worth its row in the target's pass."""
+    parent: float = 0.0
+    """To be worth a pass of the draft over it, for what may come behind it."""
+
+
 class Grant(NamedTuple):
     """What a sequence may have."""
 
@@ -50,6 +59,7 @@ class Grant(NamedTuple):
     scheme: int = 0
     forced: int = 0
     """Forced tokens, in place of a draft that does not hold them."""
+    least: Least = Least()
 
 
 def within(grant: Grant, seat: Seat) -> Grant:
@@ -60,4 +70,4 @@ def within(grant: Grant, seat: Seat) -> Grant:
     depth = min(grant.depth, limit.depth)
     chain = grant.nodes == grant.depth
     nodes = min(grant.nodes, limit.nodes, depth if chain else grant.nodes) if depth else 0
-    return Grant(nodes, min(depth, nodes), grant.scheme)
+    return grant._replace(nodes=nodes, depth=min(depth, nodes))

@@ -32,6 +32,8 @@ class TokenTree:
     probs: Tensor | None = None
     """[B, N, V] float32: row i is the distribution that the children of node i were drawn from,
     without replacement and in node order. None: nodes were chosen deterministically."""
+    chances: list[list[float]] | None = None
+    """[B][N] how likely the draft takes each node to be accepted with all above it, 1 for roots."""
 
     def __post_init__(self) -> None:
         assert self.tokens.shape == self.parents.shape
@@ -89,11 +91,13 @@ def from_lists(tokens: list[list[int]], parents: list[list[int]]) -> TokenTree:
         full = [row + [0] * (width - len(row)) for row in rows]
         return torch.tensor(full, dtype=torch.int64).reshape(-1, width)
 
-    return TokenTree(
+    tree = TokenTree(
         padded(tokens),
         padded(parents),
         torch.tensor([len(row) for row in tokens], dtype=torch.int64),
     )
+    tree.__dict__["_lists"] = list(zip(tokens, parents, strict=True))
+    return tree
 
 
 def chains(roots: list[int], drafts: list[list[int]], probs: Tensor | None = None) -> TokenTree:
@@ -123,12 +127,15 @@ def cut(tree: TokenTree, limits: SequenceOf[int]) -> TokenTree:
             for rows, place, (_, parents) in zip(kept, places, lists, strict=True)
         ],
     )
+    chances = tree.chances
+    if chances is not None:
+        chances = [[own[i] for i in rows] for own, rows in zip(chances, kept, strict=True)]
     if tree.probs is None:
-        return out
+        return TokenTree(out.tokens, out.parents, out.sizes, None, chances)
     width = out.tokens.shape[1]
     rows = torch.tensor([row + [0] * (width - len(row)) for row in kept], device=tree.probs.device)
     probs = tree.probs[torch.arange(len(kept), device=rows.device)[:, None], rows]  # [B, N, V]
-    return TokenTree(out.tokens, out.parents, out.sizes, probs)
+    return TokenTree(out.tokens, out.parents, out.sizes, probs, chances)
 
 
 def ancestors(parents: list[int]) -> list[int]:

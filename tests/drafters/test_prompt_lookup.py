@@ -137,7 +137,7 @@ def test_cost_does_not_grow_with_text_or_range(name: str, longest: int) -> None:
     assert halves[1] <= 1.5 * halves[0] + 10_000, "a later token costs what an early one did"
     before = index.operations
     for branches in (1, 8):
-        for match in index.matches(branches):
+        for match, _ in index.matches(branches):
             assert len(index.continuation(match, 8)) == 8
     assert index.operations - before <= 4 * 9
 
