@@ -220,7 +220,6 @@ class Engine:
         return self.drafting.seat(sequence, left, forced)
 
     def _lasts(self, sequence: Sequence) -> bool:
-        """May it go on behind one token more?"""
         return self._tokens_left(sequence) > 1
 
     def _tokens_left(self, sequence: Sequence) -> int:

@@ -142,7 +142,7 @@ class Leader:
             RankError: a rank has died, or nothing has moved for `rank_timeout` seconds.
         """
         moved, since = self.group.exchanges, time.monotonic()
-        while not work.over.wait(_LOOK):
+        while not work.wait(_LOOK):
             now = time.monotonic()
             if self.group.exchanges != moved:
                 moved, since = self.group.exchanges, now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class Runtime:
         self.target = target
         self.attention = attention
         self.stream: Stream = Inline()
+        self._ahead = deque(copy.copy(attention) for _ in range(3))
         self._prepared: tuple[Rows, Prepared] | None = None
         self._ran: Prepared | None = None
         self.max_num_seqs = max_num_seqs
@@ -115,7 +117,9 @@ class Runtime:
     def prepare(self, rows: Rows) -> None:
         """Packs and plans rows that the target is to run next, as far as that can be done before
         their tokens are known; if other rows come instead it was for nothing."""
-        self._prepared = rows, self._prepare(rows)
+        attention = self._ahead.popleft()  # others may be planned for passes that are under way
+        self._ahead.append(attention)
+        self._prepared = rows, self._prepare(rows, attention)
 
     def forward_target(self, rows: Rows) -> Output:
         """Runs the target; logits of ``rows.outputs`` in that order."""
@@ -181,12 +185,12 @@ class Runtime:
             ready.batch.tokens[places] = tokens.clamp(min=0).int()
         return ready
 
-    def _prepare(self, rows: Rows) -> Prepared:
-        return self.plan(pack(rows, self.page_table, self.page_size))
+    def _prepare(self, rows: Rows, attention: Attention | None = None) -> Prepared:
+        return self.plan(pack(rows, self.page_table, self.page_size), attention)
 
-    def plan(self, words: np.ndarray) -> Prepared:
+    def plan(self, words: np.ndarray, attention: Attention | None = None) -> Prepared:
         """A packed buffer, on the device and planned."""
-        batch, attention = view(words, self.page_size, self.device), copy.copy(self.attention)
+        batch, attention = view(words, self.page_size, self.device), attention or self.attention
         attention.plan(batch.layout)
         return Prepared(words, batch, attention)
 

@@ -27,12 +27,28 @@ class Work(Generic[T]):
         ranks: whether other ranks take part.
     """
 
+    __slots__ = (
+        "_call",
+        "_value",
+        "begun",
+        "end",
+        "error",
+        "is_over",
+        "name",
+        "over",
+        "ranks",
+        "start",
+    )
+
     def __init__(self, name: str, call: Callable[[], T], ranks: bool = False) -> None:
         self.name, self.ranks = name, ranks
         self.start = self.end = 0.0
         """Seconds of ``time.perf_counter``."""
-        self.begun, self.over = threading.Event(), threading.Event()
+        self.is_over = False
         self.error: BaseException | None = None
+        self.begun: threading.Event | None = None
+        self.over: threading.Event | None = None
+        """Of work on another thread."""
         self._call: Callable[[], T] | None = call
         self._value: T | None = None
 
@@ -40,18 +56,26 @@ class Work(Generic[T]):
         """Does it; what it raises is kept for `value`."""
         assert self._call is not None
         self.start = time.perf_counter()
-        self.begun.set()
+        if self.begun:
+            self.begun.set()
         try:
             self._value = self._call()
         except BaseException as error:
             self.error = error
         self._call = None
         self.end = time.perf_counter()
-        self.over.set()
+        self.is_over = True
+        if self.over:
+            self.over.set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether work on another thread is over within ``timeout`` seconds."""
+        assert self.over is not None
+        return self.over.wait(timeout)
 
     def value(self) -> T:
         """What came of it, once it is over."""
-        assert self.over.is_set()
+        assert self.is_over
         if self.error is not None:
             raise self.error
         return self._value  # type: ignore[return-value]
@@ -97,7 +121,7 @@ class Inline:
         self._queue.append(work)
 
     def wait(self, work: Work[T]) -> T:
-        while not work.over.is_set():
+        while not work.is_over:
             self._queue.popleft().run()
         return work.value()
 
@@ -128,19 +152,21 @@ class Worker:
     def submit(self, work: Work[Any]) -> None:
         """Where the thread was idle this returns once it has taken up the work: the caller, going
         on in Python, would keep the GIL from it for as long."""
-        idle = self._last is None or self._last.over.is_set()
+        idle = self._last is None or self._last.is_over
+        begun = work.begun = threading.Event()
+        work.over = threading.Event()
         self._last = work
         self._queue.put(work)
         if idle:
-            work.begun.wait()
+            begun.wait()
 
     def wait(self, work: Work[T]) -> T:
-        work.over.wait()
+        work.wait()
         return work.value()
 
     def join(self) -> None:
         if self._last is not None:
-            self._last.over.wait()
+            self._last.wait()
 
     def close(self) -> None:
         self._queue.put(None)
