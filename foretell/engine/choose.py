@@ -52,7 +52,7 @@ class Choice:
         return log_probs(self.logits[row : row + 1], [token], [top])[0]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Draws:
     """What can be said of a step's draws before its logits are there."""
 
