@@ -182,7 +182,10 @@ class Bridge:
 
     def _step(self) -> None:
         try:
-            self.engine.step(self._tell if self.engine.device.overlaps else None)
+            if self.engine.device.overlaps:
+                self.engine.step(self._tell)
+            else:
+                self.engine.step()
             self._failures = 0
         except RankError:  # no later step could do better
             raise
