@@ -18,19 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import foretell
+from foretell import terminal
 from foretell.bench.cli import TraceFile, advise, bench, certify
 from foretell.config import EngineConfig, ServerConfig
-from foretell.flags import from_fields
+from foretell.flags import from_fields, option
 from foretell.sequence import FinishReason, SamplingParams
-from foretell.terminal import (
-    Screen,
-    chat,
-    get_model,
-    read_prompts,
-    stats_line,
-    stream,
-    traced,
-)
+from foretell.terminal import Screen, get_model
 
 if TYPE_CHECKING:
     from foretell.answer import Result
@@ -55,21 +48,16 @@ def _print_version(wanted: bool) -> None:
 def _main(
     version: Annotated[
         bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        option(
+            "", "Print the version and exit.", "--version", callback=_print_version, is_eager=True
         ),
     ] = False,
 ) -> None:
     pass
 
 
-ShowDraft = Annotated[
-    bool, typer.Option("--show-draft", help="Mark the tokens that the draft guessed.")
-]
-System = Annotated[
-    str | None,
-    typer.Option("--system", metavar="TEXT", help="System message of the conversation."),
-]
+ShowDraft = Annotated[bool, option("", "Mark the tokens that the draft guessed.", "--show-draft")]
+System = Annotated[str | None, option("TEXT", "System message of the conversation.")]
 
 
 @app.command()
@@ -82,29 +70,29 @@ def generate(
         typer.Argument(metavar="PROMPT", help="Prompts; - reads one from standard input."),
     ] = None,
     file: Annotated[
-        list[Path] | None,
-        typer.Option("--file", "-f", metavar="FILE", help="Read a prompt from a text file."),
+        list[Path] | None, option("FILE", "Read a prompt from a text file.", "--file", "-f")
     ] = None,
     as_chat: Annotated[
         bool | None,
-        typer.Option(
+        option(
+            "",
+            "Through the chat template, or the bare text. Chat where the model has one.",
             "--chat/--raw",
-            help="Through the chat template, or the bare text. Chat where the model has one.",
             show_default=False,
         ),
     ] = None,
     system: System = None,
     show_draft: ShowDraft = False,
-    stats: Annotated[bool, typer.Option("--stats", help="Speed and acceptance on stderr.")] = False,
+    stats: Annotated[bool, option("", "Speed and acceptance on stderr.", "--stats")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object a line, with statistics.")
+        bool, option("", "One JSON object a line, with statistics.", "--json")
     ] = False,
     trace: TraceFile = None,
 ) -> None:
     """Answer one prompt or many."""
     if system and as_chat is False:
         raise ValueError("--system goes through the chat template: leave out --raw")
-    texts = read_prompts(prompts or [], file or [])
+    texts = terminal.read_prompts(prompts or [], file or [])
     _check_show_draft(show_draft, engine)
     llm = _open(engine)
     assert llm.tokenizer is not None
@@ -118,9 +106,9 @@ def generate(
     screen = Screen(show_draft=show_draft)
     if show_draft and not as_json:
         screen.note(screen.legend())
-    with traced(llm, trace):
+    with terminal.traced(llm, trace):
         if len(ids) == 1 and sampling.n == 1 and not as_json:
-            results = [stream(llm, ids[0], sampling, screen, "answer")]
+            results = [terminal.stream(llm, ids[0], sampling, screen, "answer")]
         else:
             results = llm.generate(ids, sampling, progress=sys.stderr.isatty())
     for i, result in enumerate(results):
@@ -130,7 +118,7 @@ def generate(
             print(f"==> prompt {i // sampling.n + 1}, answer {result.index + 1} <==")
             screen.answer(llm, result)
         if stats:
-            screen.note(stats_line(result.stats))
+            screen.note(terminal.stats_line(result.stats))
     _exit_on_failure(results)
 
 
@@ -149,7 +137,7 @@ def chat_command(
 ) -> None:
     """Talk to a model in the terminal. Ctrl-C stops an answer, Ctrl-D leaves."""
     _check_show_draft(show_draft, engine)
-    chat(_open(engine), sampling, Screen(show_draft=show_draft), system)
+    terminal.chat(_open(engine), sampling, Screen(show_draft=show_draft), system)
 
 
 app.command("bench")(bench)
@@ -165,7 +153,7 @@ def serve(engine: EngineConfig, server: ServerConfig, trace: TraceFile = None) -
 
     key = server.api_key or os.environ.get("FORETELL_API_KEY") or None
     llm = _open(engine)
-    with traced(llm, trace):
+    with terminal.traced(llm, trace):
         run(llm, dataclasses.replace(server, api_key=key))
 
 
@@ -186,9 +174,7 @@ def pull(
 @from_fields(EngineConfig, speculation="prompt-lookup:k=8")
 def demo(
     engine: EngineConfig,
-    repeats: Annotated[
-        int, typer.Option(min=1, metavar="INTEGER", help="Timed runs of each kind.")
-    ] = 3,
+    repeats: Annotated[int, option("INTEGER", "Timed runs of each kind.", min=1)] = 3,
 ) -> None:
     """Answer a prompt plainly and speculatively: one text, two speeds."""
     from foretell.demo import show
@@ -246,11 +232,7 @@ def _load(config: EngineConfig) -> LLM:
     with status:
         from foretell.llm import LLM
 
-        return LLM(**_fields(config))
-
-
-def _fields(config: EngineConfig) -> dict[str, Any]:
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+        return LLM(**config.options())
 
 
 def _check_show_draft(show_draft: bool, config: EngineConfig) -> None:

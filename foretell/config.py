@@ -31,6 +31,28 @@ def whole(name: str, value: Any) -> int:
     raise ValueError(f"{name}={value!r}: must be a whole number")
 
 
+def check_range(config: object, least: float, most: float | None, *names: str) -> None:
+    """
+    Raises:
+        ValueError: one of those fields, where it is given, is a number out of range.
+    """
+    for name in names:
+        value = getattr(config, name)
+        if value is None or (least <= value < float("inf") and (most is None or value <= most)):
+            continue
+        legal = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name}={value}: must be {legal}")
+
+
+def check_choice(config: object, name: str, kind: Any) -> None:
+    """
+    Raises:
+        ValueError: the field is none of a Literal's values.
+    """
+    if (value := getattr(config, name)) not in get_args(kind):
+        raise ValueError(f"{name}={value!r}: choose one of {', '.join(get_args(kind))}")
+
+
 def weight_format(text: str) -> Weights:
     """``int8``, ``bf16``, ``f32`` or ``int4``, long spellings allowed.
 
@@ -106,7 +128,7 @@ class SpeculationConfig:
         if text.strip().lower() in ("", "none", "off"):
             return None
         # A plus sign may be part of a path: the next scheme begins with a name and its options.
-        first, *others = re.split(r"\+(?=[\w.\-]+(?::[^/]|\+|$))", text)
+        first, *others = _joined(re.split(r"\+(?=[\w.\-]+(?::[^/]|\+|$))", text))
         schemes = [cls._parse(part) for part in (first, *others)]
         if not others:
             return schemes[0]
@@ -154,6 +176,16 @@ class SpeculationConfig:
                     f"speculation {text!r}: k takes a whole number, threshold a number"
                 ) from None
             raise
+
+
+def _joined(parts: list[str]) -> list[str]:
+    """Schemes that were divided at plus signs, whole again where one belongs to a path that is
+    there."""
+    for count in range(len(parts), 1, -1):
+        whole = "+".join(parts[:count])
+        if "=" in whole and Path(whole.rpartition("=")[2]).expanduser().exists():
+            return [whole, *_joined(parts[count:])]
+    return [parts[0], *_joined(parts[1:])] if parts else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,6 +251,10 @@ class EngineConfig:
                 f"{k + 1}: lower k or raise it"
             )
         parse_memory(self.kv_memory)
+
+    def options(self, *without: str) -> dict[str, Any]:
+        """Fields by name, as `foretell.LLM` takes them."""
+        return {name: value for name, value in vars(self).items() if name not in without}
 
     def with_(self, **changes: object) -> EngineConfig:
         """A copy with some fields changed."""

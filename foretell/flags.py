@@ -45,6 +45,11 @@ def field_docs(config: type) -> dict[str, str]:
     return docs
 
 
+def option(metavar: str, text: str, *names: str, **more: Any) -> Any:
+    """A flag of a command's own, for `Annotated`; ``more`` is typer's."""
+    return typer.Option(*names, metavar=metavar or None, help=text, **more)
+
+
 def from_fields(
     *configs: type, without: Sequence[str] = (), **defaults: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:

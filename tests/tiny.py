@@ -1,4 +1,4 @@
-"""A tiny random Llama with peaked logits, and engines around it. No tokenizer, no download."""
+"""A tiny random Llama with peaked logits, and engines around it. No download."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from tempfile import mkdtemp
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from foretell.llm import LLM
 from foretell.models.loader import LoadedModel, load
@@ -17,6 +18,24 @@ from foretell.sequence import SamplingParams
 
 VOCAB = 64
 EOS = 1
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456 \n"[: VOCAB - 2]
+"""What `write_tokenizer` gives the ids behind those of <unk> and </s>."""
+
+
+def write_tokenizer(path: Path, template: str) -> None:
+    """A tokenizer of one letter a token, with a chat template, beside a model."""
+    vocabulary = {"<unk>": 0, "</s>": 1, **{letter: i for i, letter in enumerate(LETTERS, 2)}}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    inner.decoder = decoders.Fuse()
+    inner.save(str(path / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "chat_template": template,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 def write_model(

@@ -48,10 +48,10 @@ def _writable(directory: Path) -> bool:
     return True
 
 
-watch()
 _root = os.environ.get("NUMBA_CACHE_DIR") or home() / "kernels"
 _directory = Path(_root) / _digest()
 _cached = _writable(_directory)
+watch(_directory if _cached else None)
 
 
 @contextlib.contextmanager

@@ -13,23 +13,26 @@ import random
 import shlex
 import statistics
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
 
 from rich.console import Console
 
+from foretell.bench.arms import open_llms, parse_scheme
 from foretell.bench.command import DEFAULT_SCHEMES
 from foretell.bench.report import Line, percentile, summarize
+from foretell.bench.report import say as tell
 from foretell.bench.roofline import Roofline
 from foretell.bench.run import PLAIN, Arm, BenchConfig, Measurement, measure
 from foretell.bench.workloads import Conversation, default_workload, pick, read_workload
 from foretell.config import EngineConfig, SpeculationConfig
-from foretell.drafters import check, schemes
+from foretell.drafters import schemes
 from foretell.llm import LLM
-from foretell.models.hub import packaged_head
-from foretell.models.loader import LoadedModel
+from foretell.models.hub import packaged_head, resolve
+from foretell.models.loader import open_source
 from foretell.progress import progress_bar
 
 WORTH = 1.03
@@ -91,29 +94,28 @@ def advise(
     """
     console = console or Console()
     conversations = _sample(read_workload(prompts) if prompts else default_workload(), sample)
-    llms, fixed = _open(given, engine, max(batches))
-    plain = next(iter(llms.values()))
-    room = plain.engine.runtime.max_model_len
-    arms = [Arm(PLAIN, plain, speculate=False), *(Arm(text, llm) for text, llm in llms.items())]
-    always = [Arm(text + _ALWAYS, llm) for text, llm in fixed.items()]
+    own, always = _schemes(given, engine.model)
+    llms = open_llms(own | always, engine, max(batches))
+    every = [Arm(text, llm) for text, llm in llms.items()]
+    plain = Arm(PLAIN, every[0].llm, speculate=False)
+    arms = [plain, *(arm for arm in every if arm.name in own)]
+    room = llms[every[0].name].engine.runtime.max_model_len
     findings: list[Finding] = []
     drafts: dict[str, Line] = {}
     context = 0
     for batch in batches:
         asked = _at_once(conversations, batch)
         with progress_bar(f"{batch} at once", len(asked)) as advance:
-            both = arms if drafts else [*arms, *always]
+            both = arms if drafts else [plain, *every]
             found = measure(both, asked, replace(config, batch=batch), room, advance)
         if not found.complete:
             raise KeyboardInterrupt  # advice from half a measurement is none
-        if not found.answers:
-            raise ValueError("nothing was measured: no prompt fits into the context")
         lines = {line.scheme: line for line in summarize(found, both) if line.category == "all"}
-        drafts = drafts or {text: lines.get(text + _ALWAYS, lines[text]) for text in llms}
+        drafts = drafts or {text: lines.get(text + _ALWAYS, lines[text]) for text in own}
         lengths = [a.num_prompt_tokens + a.num_tokens // 2 for a in found.answers]
         context = round(statistics.fmean(lengths))
-        for text, llm in llms.items():
-            findings.append(_finding(text, batch, drafts[text], found, llm, context))
+        for text in own:
+            findings.append(_finding(text, batch, drafts[text], found, llms[text], context))
     _print(console, findings, config, engine, prompts)
     if len(conversations) < FEW:
         console.print(f"\nOnly {len(conversations)} prompts: the intervals say little.")
@@ -137,34 +139,20 @@ def _at_once(conversations: list[Conversation], batch: int) -> list[Conversation
     return [replace(c, id=f"{c.id}.{i}") for i, c in enumerate(again)]
 
 
-def _open(
-    given: SequenceOf[str], engine: EngineConfig, most: int
-) -> tuple[dict[str, LLM], dict[str, LLM]]:
-    """An engine for each scheme, and one more that always drafts, where that can be had."""
-    engine = engine.with_(speculation=None, prefix_caching=False)
-    slots = max(most, engine.max_num_seqs)
-    rows = max(slots, engine.max_num_batched_tokens)
-    engine = engine.with_(max_num_seqs=slots, max_num_batched_tokens=rows)
-    options = {field.name: getattr(engine, field.name) for field in fields(engine)}
-    del options["model"], options["speculation"]
-    llms, fixed = dict[str, LLM](), dict[str, LLM]()
-    target: str | LoadedModel = engine.model
+def _schemes(
+    given: SequenceOf[str], model: str
+) -> tuple[dict[str, SpeculationConfig], dict[str, SpeculationConfig]]:
+    """Those that are given or worth trying, and each as one that always drafts, where that can be
+    had."""
     if not given:
-        plain = LLM(target, **options)
-        target = plain.target
-        heads = [name for name in schemes() if packaged_head(name, target.config.sizes)]
-        given = (*DEFAULT_SCHEMES, *heads)
-    for text in dict.fromkeys(given):
-        speculation = SpeculationConfig.parse(text)
-        if speculation is None:
-            raise ValueError(f"speculation {text!r}: name a scheme to look at")
-        check(speculation)
-        llms[text] = LLM(target, speculation=speculation, **options)
-        target = llms[text].target
-        if speculation.adaptive and not speculation.also:
-            always = replace(speculation, adaptive=False)
-            fixed[text] = LLM(target, speculation=always, **options)
-    return llms, fixed
+        sizes = open_source(resolve(model))[1].sizes
+        given = (*DEFAULT_SCHEMES, *(name for name in schemes() if packaged_head(name, sizes)))
+    own = {text: parse_scheme(text) for text in given}
+    return own, {
+        text + _ALWAYS: replace(speculation, adaptive=False)
+        for text, speculation in own.items()
+        if speculation.adaptive and not speculation.also
+    }
 
 
 def _finding(
@@ -228,13 +216,18 @@ def _print(
     engine: EngineConfig,
     prompts: Path | None,
 ) -> None:
-    say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
+    say = partial(tell, console)
     say(f"{'at once':>7}  {'speed-up':>8}  {'90%':>11}  {'tau':>4}  {'depth':>5}  scheme")
     for f in findings:
         interval = f"{f.low:.2f}-{f.high:.2f}"
         say(
             f"{f.batch:7}  {f.speedup:7.2f}x  {interval:>11}  {f.tau:4.2f}  {f.depth:5}  {f.scheme}"
         )
+    say(
+        "speed-up: with what is configured; 90%: where it lies for other prompts; tau: tokens a "
+        "target pass with drafts always made; depth: draft tokens that pay most at that load by "
+        "what steps cost here, 0: none do"
+    )
     first = findings[0].batch
     # What surely pays goes before what may pay more.
     best = max((f for f in findings if f.batch == first), key=lambda f: (f.low >= WORTH, f.speedup))
@@ -275,7 +268,7 @@ def _print(
 def _print_prediction(
     console: Console, findings: list[Finding], roofline: Roofline, context: int
 ) -> None:
-    say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
+    say = partial(tell, console)
     say(f"\nExtrapolated, not measured. {roofline.assumptions}.")
     say(f"{'at once':>7}  {'speed-up':>8}  {'depth':>5}  scheme   ({context} tokens of context)")
     first = findings[0].batch

@@ -3,10 +3,8 @@ page of HTML."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,10 @@ from rich.console import Console
 
 from foretell.bench.certify_config import CertifyConfig
 from foretell.bench.certify_part import Part, Rig
-from foretell.bench.page import page
+from foretell.bench.environment import told
+from foretell.bench.page import render
+from foretell.bench.report import say
+from foretell.files import sha256
 from foretell.models.hub import resolve
 from foretell.progress import progress_bar
 
@@ -39,7 +40,20 @@ class Certificate:
         return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
 
     def html(self) -> str:
-        return page(f"{self.about['scheme']} on {self.about['model']}", _body(self))
+        about, environment = self.about, self.about["environment"]
+        told_of = {
+            "target": f"{about['model']}, {about['weights']} weights",
+            "scheme": about["scheme"] + _pairs(about["settings"]),
+            "prompts": f"{about['prompts']}; {_pairs(asdict(self.config), '')}",
+            "engine": _pairs(about["engine"], ""),
+            "platform": environment["platform"],
+            **told(environment),
+            "date": f"{about['date']}, {about['seconds']:.0f} s",
+        }
+        return render(
+            "certificate.html",
+            about=about, passed=self.passed, parts=self.parts, facts_told=told_of,
+        )  # fmt: skip
 
 
 def identify(rig: Rig) -> dict[str, Any]:
@@ -74,118 +88,30 @@ def digests(path: Path) -> dict[Path, str]:
     out: dict[Path, str] = {}
     with progress_bar("hashing files", len(found)) as advance:
         for file in found:
-            out[file] = digest(file)
+            out[file] = sha256(file)
             advance(1)
     return out
 
 
-def digest(path: Path) -> str:
-    """SHA-256 of a file."""
-    with path.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
 def print_verdict(certificate: Certificate, console: Console) -> None:
     """A line for each part, what is wrong below it, and the verdict."""
-
-    def say(text: str, style: str | None = None) -> None:
-        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
-
     for part in certificate.parts:
         counts = ", ".join(f"{number:,} {name}" for name, number in part.counts.items())
-        say(f"{'pass' if part.passed else 'FAIL'}  {part.name}: {counts}",
+        say(console, f"{'pass' if part.passed else 'FAIL'}  {part.name}: {counts}",
             None if part.passed else "bold red")  # fmt: skip
         for line in part.findings:
-            say(f"      {line}")
-        if len(part.findings) < part.counts.get("failures", 0):
-            say(f"      and {part.counts['failures'] - len(part.findings)} more")
+            say(console, f"      {line}")
+        if part.more:
+            say(console, f"      and {part.more} more")
         for line in part.notes:
-            say(f"      note: {line}")
+            say(console, f"      note: {line}")
     about = certificate.about
     what = f"{about['scheme']} on {about['model']} ({about['weights']})"
     if certificate.passed:
-        say(f"Speculation changes nothing: {what}.", "bold green")
+        say(console, f"Speculation changes nothing: {what}.", "bold green")
     else:
         failed = ", ".join(part.name for part in certificate.parts if not part.passed)
-        say(f"NOT CERTIFIED: {what} fails {failed}.", "bold red")
-
-
-# ---- the page
-
-
-def _body(certificate: Certificate) -> str:
-    about = certificate.about
-    verdict = "pass" if certificate.passed else "fail"
-    title = "Speculation changes nothing" if certificate.passed else "Not certified"
-    facts = {
-        "target": f"{about['model']}, {about['weights']} weights",
-        "scheme": about["scheme"] + _pairs(about["settings"]),
-        "prompts": f"{about['prompts']}; {_pairs(asdict(certificate.config), '')}",
-        "engine": _pairs(about["engine"], ""),
-        "machine": "{cpu}, threads: {threads}, {platform}".format(**about["environment"]),
-        "versions": ", ".join(
-            f"{name} {version}" for name, version in about["environment"]["packages"].items()
-        ),
-        "commit": about["environment"]["commit"] or "none",
-        "command": about["environment"]["command"],
-        "date": f"{about['date']}, {about['seconds']:.0f} s",
-    }
-    rows = "".join(
-        f"<tr><th scope=row>{escape(name)}</th><td>{escape(str(value))}</td></tr>"
-        for name, value in facts.items()
-    )
-    files = "".join(
-        f"<tr><th scope=row>{escape(name)}</th><td><code>{found}</code></td></tr>"
-        for name, found in about["files"].items()
-    )
-    return (
-        f'<p class="eyebrow">foretell certificate</p><h1 class="{verdict}">{title}</h1>'
-        f"<p class=lead>{escape(about['scheme'])} on {escape(about['model'])} "
-        f"({escape(about['weights'])}), {escape(about['date'])}</p>"
-        + "".join(_section(part) for part in certificate.parts)
-        + f"<h2>What was certified</h2><div class=wide><table class=facts>{rows}</table></div>"
-        + f"<h2>Files, SHA-256</h2><div class=wide><table class=facts>{files}</table></div>"
-    )
-
-
-def _section(part: Part) -> str:
-    verdict = "pass" if part.passed else "fail"
-    counts = "".join(
-        f"<div><b>{number:,}</b><span>{escape(name)}</span></div>"
-        for name, number in part.counts.items()
-    )
-    findings = "".join(f"<li>{escape(line)}</li>" for line in part.findings)
-    more = part.counts.get("failures", 0) - len(part.findings)
-    findings += f"<li>and {more} more</li>" if more > 0 else ""
-    notes = "".join(f"<p class=note>{escape(line)}</p>" for line in part.notes)
-    return (
-        f'<section class="card {verdict}"><h2><span class="badge {verdict}">{verdict}</span> '
-        f"{escape(part.name)}</h2><p>{escape(part.claim[0].upper() + part.claim[1:])}.</p>"
-        f"<div class=counts>{counts}</div>"
-        + (f"<ul class=findings>{findings}</ul>" if findings else "")
-        + _tests(part)
-        + notes
-        + "</section>"
-    )
-
-
-def _tests(part: Part) -> str:
-    """The distribution tests as a table."""
-    tests = [detail for detail in part.details if "p" in detail]
-    if not tests:
-        return ""
-    names = ("test", "setting", "answers", "drafted", "texts", "p")
-    head = "".join(f"<th>{name}</th>" for name in names)
-    rows = "".join(
-        "<tr>"
-        + "".join(
-            f"<td>{escape(f'{test[name]:.3g}' if name == 'p' else str(test[name]))}</td>"
-            for name in names
-        )
-        + "</tr>"
-        for test in tests
-    )
-    return f"<div class=wide><table><tr>{head}</tr>{rows}</table></div>"
+        say(console, f"NOT CERTIFIED: {what} fails {failed}.", "bold red")
 
 
 def _pairs(values: dict[str, Any], before: str = ": ") -> str:

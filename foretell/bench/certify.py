@@ -7,17 +7,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from foretell.bench.certificate import Certificate, digest, identify, print_verdict
+from foretell.bench.certificate import Certificate, identify, print_verdict
 from foretell.bench.certify_config import CertifyConfig
 from foretell.bench.certify_law import num_tests, same_law
 from foretell.bench.certify_part import Part, Rig
 from foretell.bench.certify_same import num_ways, references, requests, same_text
 from foretell.bench.certify_state import audit, self_acceptance, self_requests
 from foretell.bench.environment import environment
-from foretell.bench.run import check_writable, write_whole
+from foretell.bench.run import check_writable
 from foretell.bench.workloads import Conversation, by_category, default_workload, read_workload
 from foretell.config import EngineConfig
 from foretell.drafters import check
+from foretell.files import sha256, write_whole
 from foretell.models.loader import load
 from foretell.progress import progress_bar
 
@@ -68,7 +69,7 @@ def certify(
     parts = run_parts(rig, spread(conversations, config.limit))
     about = identify(rig)
     if prompts is not None:
-        about["files"] |= {f"prompts: {prompts.name}": digest(prompts)}
+        about["files"] |= {f"prompts: {prompts.name}": sha256(prompts)}
     about |= {
         "prompts": str(prompts.name if prompts else "foretell's own workload"),
         "seconds": round(time.time() - start, 1),
@@ -78,9 +79,9 @@ def certify(
     certificate = Certificate(about, config, parts)
     print_verdict(certificate, console)
     if json is not None:
-        write_whole(json, certificate.json())
+        write_whole(json, certificate.json().encode())
     if html is not None:
-        write_whole(html, certificate.html())
+        write_whole(html, certificate.html().encode())
     return certificate.passed
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from foretell.config import check_range
+
 
 @dataclass(frozen=True, kw_only=True)
 class CertifyConfig:
@@ -25,11 +27,11 @@ class CertifyConfig:
     """Another seed asks for other answers."""
 
     def __post_init__(self) -> None:
-        for name, least in (("max_tokens", 8), ("limit", 1), ("samples", 100), ("batch", 2)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed={self.seed}: must be from 0 to {2**32 - 1}")
+        check_range(self, 8, None, "max_tokens")
+        check_range(self, 1, None, "limit")
+        check_range(self, 100, None, "samples")
+        check_range(self, 2, None, "batch")
+        check_range(self, 0, 2**32 - 1, "seed")
 
     def quick(self) -> CertifyConfig:
         """A first look: a fifth of the work."""

@@ -112,104 +112,96 @@ def same_law(rig: Rig, plain: LLM, prompts: dict[str, list[int]], advance: Progr
         f"engine fails with a probability of at most {ALARM**2:.0e})",
     )
     with guarded(part):
+        trial = _Trial(part, rig, plain, level, advance)
         for rule in rules(rig):
-            _test_rule(part, rig, plain, rule, prompts, level, advance)
+            trial.rule(rule, prompts)
     if not part.counts.get("tests"):
         part.fail("nothing could be tested: take other prompts")
     return part
 
 
-def _test_rule(
-    part: Part,
-    rig: Rig,
-    plain: LLM,
-    rule: Any,
-    prompts: dict[str, list[int]],
-    level: float,
-    advance: Progress,
-) -> None:
-    own = rig.make(replace(rig.speculation, verification=rule), _SLOTS)
-    known = rig.make(f"{REHEARSED},verification={rule}", _SLOTS)
-    greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    answers = plain.generate(list(prompts.values()), greedy)
-    rehearse(known, {(tuple(a.prompt_token_ids), None): a.token_ids for a in answers})
-    arms = (own, rule, min(_PROMPTS, len(prompts))), (known, f"{rule}, rehearsed", 1)
-    for llm, kind, wanted in arms:
-        for setting in SETTINGS:
-            done = 0
-            for name, ids in prompts.items():
+@dataclass(frozen=True)
+class _Trial:
+    """Tests that go into one part."""
+
+    part: Part
+    rig: Rig
+    plain: LLM
+    level: float
+    advance: Progress
+
+    def rule(self, rule: Any, prompts: dict[str, list[int]]) -> None:
+        own = self.rig.make(replace(self.rig.speculation, verification=rule), _SLOTS)
+        known = self.rig.make(f"{REHEARSED},verification={rule}", _SLOTS)
+        greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+        answers = self.plain.generate(list(prompts.values()), greedy)
+        rehearse(known, {(tuple(a.prompt_token_ids), None): a.token_ids for a in answers})
+        arms = (own, rule, min(_PROMPTS, len(prompts))), (known, f"{rule}, rehearsed", 1)
+        for llm, kind, wanted in arms:
+            for setting in SETTINGS:
+                done = 0
+                for name, ids in prompts.items():
+                    if done < wanted:
+                        done += self.test(f"{name}, {kind}", llm, ids, setting)
                 if done < wanted:
-                    what = f"{name}, {kind}", ids, setting, level
-                    done += _test(part, rig, llm, plain, *what, advance)
-            if done < wanted:
-                part.notes.append(
-                    f"{kind}, {setting.name}: {done} of {wanted} tests done; too little is drafted "
-                    "behind the first token of the other prompts"
-                )
-        check_drafter(part, llm, 1)
+                    self.part.notes.append(
+                        f"{kind}, {setting.name}: {done} of {wanted} tests done; too little is "
+                        "drafted behind the first token of the other prompts"
+                    )
+            check_drafter(self.part, llm, 1)
 
+    def test(self, name: str, llm: LLM, ids: list[int], setting: Setting) -> bool:
+        """One test. False if this prompt is not fit for it."""
+        part, config, level = self.part, self.rig.config, self.level
+        try:
+            law = exact_law(self.plain, ids, setting)
+        except Tie:
+            return False
+        probe = [setting.params(config.seed + i, room=0) for i in range(_SLOTS)]
+        if sum(r.stats.drafted for r in llm.generate([ids] * _SLOTS, probe)) < _SLOTS // 8:
+            return False  # what is drafted before the horizon is too little to say anything about
+        where = f"{name}, {setting.name}"
+        count, seen, details = config.samples, Counter[Text](), dict[str, Any]()
+        for attempt in range(2):
+            seed = config.seed + (1 + attempt) * 2**40
+            seen, drafted = self.sample(llm, setting, ids, seed)
+            outside = [[list(text), n] for text, n in seen.items() if text not in law]
+            p = 0.0 if outside else p_value(seen, law, level, seed)
+            part.count("answers", count)
+            part.count("drafted", drafted)
+            details = {"test": name, "setting": setting.name, "texts": len(law)}
+            details |= {"answers": count, "drafted": drafted, "p": p, "attempt": attempt + 1}
+            details["outside"] = outside[:5]
+            if p >= level or outside:
+                break
+        part.details.append(details)
+        part.count("tests")
+        if details["outside"]:
+            text, n = details["outside"][0]
+            part.fail(f"{where}: {n} answers begin with {text}, which the target's law excludes")
+        elif details["p"] < level:
+            text, n, expected = _farthest(seen, law, count)
+            part.fail(
+                f"{where}: not the target's distribution, p <= {details['p']:.2g} twice (limit "
+                f"{level:.2g}); for example {list(text)} came {n} times where {expected:.1f} are "
+                "due"
+            )
+        return True
 
-def _test(
-    part: Part,
-    rig: Rig,
-    llm: LLM,
-    plain: LLM,
-    name: str,
-    ids: list[int],
-    setting: Setting,
-    level: float,
-    advance: Progress,
-) -> bool:
-    """One test. False if this prompt is not fit for it."""
-    try:
-        law = exact_law(plain, ids, setting)
-    except Tie:
-        return False
-    probe = [setting.params(rig.config.seed + i, room=0) for i in range(_SLOTS)]
-    if sum(r.stats.drafted for r in llm.generate([ids] * _SLOTS, probe)) < _SLOTS // 8:
-        return False  # what is drafted before the horizon is too little to say anything about
-    where = f"{name}, {setting.name}"
-    count, seen, details = rig.config.samples, Counter[Text](), dict[str, Any]()
-    for attempt in range(2):
-        seed = rig.config.seed + (1 + attempt) * 2**40
-        seen, drafted = _sample(llm, rig, setting, ids, count, seed, advance)
-        outside = {text: n for text, n in seen.items() if text not in law}
-        p = 0.0 if outside else p_value(seen, law, level, seed)
-        part.count("answers", count)
-        part.count("drafted", drafted)
-        details = {"test": name, "setting": setting.name, "texts": len(law)}
-        details |= {"answers": count, "drafted": drafted, "p": p, "attempt": attempt + 1}
-        details["outside"] = [[list(text), n] for text, n in list(outside.items())[:5]]
-        if p >= level or outside:
-            break
-    part.details.append(details)
-    part.count("tests")
-    if details["outside"]:
-        text, n = details["outside"][0]
-        part.fail(f"{where}: {n} answers begin with {text}, which the target's law excludes")
-    elif details["p"] < level:
-        text, n, expected = _farthest(seen, law, count)
-        part.fail(
-            f"{where}: not the target's distribution, p <= {details['p']:.2g} twice (limit "
-            f"{level:.2g}); for example {list(text)} came {n} times where {expected:.1f} are due"
-        )
-    return True
-
-
-def _sample(
-    llm: LLM, rig: Rig, setting: Setting, ids: list[int], count: int, seed: int, advance: Progress
-) -> tuple[Counter[Text], int]:
-    """First tokens of ``count`` independent answers, and drafts among them that were checked."""
-    seen, drafted = Counter[Text](), 0
-    for at in range(0, count, _SLOTS):
-        size = min(_SLOTS, count - at)
-        room = min(rig.speculation.k, 4) + 1
-        params = [setting.params(seed + at + i, room) for i in range(size)]
-        for result in llm.generate([ids] * size, params):
-            seen[tuple(result.token_ids[:HORIZON])] += 1
-            drafted += result.stats.drafted
-        advance(size)
-    return seen, drafted
+    def sample(
+        self, llm: LLM, setting: Setting, ids: list[int], seed: int
+    ) -> tuple[Counter[Text], int]:
+        """First tokens of independent answers, and drafts among them that were checked."""
+        seen, drafted, count = Counter[Text](), 0, self.rig.config.samples
+        room = min(self.rig.speculation.k, 4) + 1
+        for at in range(0, count, _SLOTS):
+            size = min(_SLOTS, count - at)
+            params = [setting.params(seed + at + i, room) for i in range(size)]
+            for result in llm.generate([ids] * size, params):
+                seen[tuple(result.token_ids[:HORIZON])] += 1
+                drafted += result.stats.drafted
+            self.advance(size)
+        return seen, drafted
 
 
 def exact_law(plain: LLM, ids: list[int], setting: Setting) -> dict[Text, float]:

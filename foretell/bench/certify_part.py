@@ -41,6 +41,16 @@ class Part:
     def passed(self) -> bool:
         return not self.findings
 
+    @property
+    def more(self) -> int:
+        """Findings that are only counted."""
+        return self.counts.get("failures", 0) - len(self.findings)
+
+    @property
+    def tests(self) -> list[dict[str, Any]]:
+        """Of the details those with a p-value."""
+        return [detail for detail in self.details if "p" in detail]
+
     def count(self, name: str, number: int = 1) -> None:
         self.counts[name] = self.counts.get(name, 0) + number
 
@@ -89,10 +99,9 @@ class Rig:
 
     def make(self, speculation: SpeculationConfig | str | None, slots: int, **changes: Any) -> LLM:
         """An engine with so many slots."""
-        names = set(EngineConfig.__dataclass_fields__) - {"model", "speculation"}
-        options = {name: getattr(self.engine, name) for name in names}
         rows = max(slots, self.engine.max_num_batched_tokens)
-        options |= {"max_num_seqs": slots, "max_num_batched_tokens": rows} | changes
+        limits = {"max_num_seqs": slots, "max_num_batched_tokens": rows}
+        options: dict[str, Any] = self.engine.options("model", "speculation") | limits | changes
         return LLM(self.target, speculation=speculation, **options)
 
     def plain_alone(self) -> LLM:

@@ -11,26 +11,22 @@ import typer
 from foretell.bench.certify_config import CertifyConfig
 from foretell.bench.run import BenchConfig
 from foretell.config import EngineConfig
-from foretell.flags import from_fields
+from foretell.flags import from_fields, option
 from foretell.terminal import get_model
 
+_SCHEME = "SCHEME[:NAME=VALUE,...]"
 Prompts = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Spec-Bench JSONL in place of the workload that comes with foretell.",
-    ),
+    option("FILE", "Prompts as JSONL (Spec-Bench's form) in place of foretell's own."),
 ]
-Json = Annotated[
-    Path | None,
-    typer.Option("--json", metavar="FILE", help="Write everything measured to this file."),
+Limit = Annotated[
+    int | None, option("INTEGER", "At most so many conversations of each category.", min=1)
 ]
+Json = Annotated[Path | None, option("FILE", "Write everything measured to this file.", "--json")]
 TraceFile = Annotated[
     Path | None,
-    typer.Option(
-        "--trace",
-        metavar="FILE",
-        help="Write each step and its phases as trace events, for ui.perfetto.dev.",
+    option(
+        "FILE", "Write each step and its phases as trace events, for ui.perfetto.dev.", "--trace"
     ),
 ]
 
@@ -48,29 +44,22 @@ def bench(
     config: BenchConfig,
     speculation: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="SCHEME[:NAME=VALUE,...]",
-            help="Scheme to compare with plain decoding; again for more. "
+        option(
+            _SCHEME,
+            "Scheme to compare with plain decoding; again for more. "
             "prompt-lookup and draft-model:weights=int4 if not given.",
         ),
     ] = None,
     prompts: Prompts = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="INTEGER", help="At most so many conversations of each category."
-        ),
-    ] = None,
+    limit: Limit = None,
     json_file: Json = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Tables in Markdown.")] = False,
+    markdown: Annotated[bool, option("", "Tables in Markdown.", "--markdown")] = False,
     trace: TraceFile = None,
     report: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write plots and numbers as one page of HTML."),
+        Path | None, option("FILE", "Write plots and numbers as one page of HTML.")
     ] = None,
     break_even: Annotated[
-        bool,
-        typer.Option("--break-even", help="Measure 1, 2, 4, 8, 16 conversations at once too."),
+        bool, option("", "Measure 1, 2, 4, 8, 16 conversations at once too.", "--break-even")
     ] = False,
 ) -> None:
     """Measure schemes against plain decoding. They take turns, prompt by prompt."""
@@ -78,43 +67,28 @@ def bench(
     from foretell.bench.command import bench as measure
 
     same_text = measure(
-        speculation or (),
-        config,
-        engine,
-        prompts=prompts,
-        limit=limit,
-        json=json_file,
-        as_markdown=markdown,
-        trace=trace,
-        report=report,
-        break_even=break_even,
-    )
+        speculation or (), config, engine, prompts=prompts, limit=limit, json=json_file,
+        as_markdown=markdown, trace=trace, report=report, break_even=break_even,
+    )  # fmt: skip
     _say_wrote(json_file, trace, report)
     if not same_text:
         raise typer.Exit(1)
 
 
 @from_fields(
-    EngineConfig,
-    CertifyConfig,
-    without=("prefix_caching", "max_num_seqs"),
-    speculation="prompt-lookup:k=8",
-)
+    EngineConfig, CertifyConfig,
+    without=("prefix_caching", "max_num_seqs"), speculation="prompt-lookup:k=8",
+)  # fmt: skip
 def certify(
     engine: EngineConfig,
     config: CertifyConfig,
     prompts: Prompts = None,
     quick: Annotated[
         bool,
-        typer.Option(
-            "--quick", help="A first look: at most 4 prompts, 32 tokens and 400 answers a test."
-        ),
+        option("", "A first look: at most 4 prompts, 32 tokens and 400 answers a test.", "--quick"),
     ] = False,
     json_file: Json = None,
-    html: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the certificate, one page of HTML."),
-    ] = None,
+    html: Annotated[Path | None, option("FILE", "Write the certificate, one page of HTML.")] = None,
 ) -> None:
     """Prove that speculation changes nothing.
 
@@ -144,25 +118,18 @@ def advise(
     ] = None,
     speculation: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="SCHEME[:NAME=VALUE,...]",
-            help="Scheme to look at; again for more. All that need nothing if not given.",
-        ),
+        option(_SCHEME, "Scheme to look at; again for more. All that need nothing if not given."),
     ] = None,
-    sample: Annotated[
-        int, typer.Option(min=1, metavar="INTEGER", help="Conversations that are asked.")
-    ] = 8,
+    sample: Annotated[int, option("INTEGER", "Conversations that are asked.", min=1)] = 8,
     batch: Annotated[
         list[int] | None,
-        typer.Option(
-            min=1, metavar="INTEGER", help="Conversations at once; again for more. 1, 4 and 16."
-        ),
+        option("INTEGER", "Conversations at once; again for more. 1, 4 and 16.", min=1),
     ] = None,
     predict: Annotated[
         str | None,
-        typer.Option(
-            metavar="gpu=NAME,target=SIZE,tp=N",
-            help="Extrapolate to other hardware, for example gpu=H100,target=70B,tp=8.",
+        option(
+            "gpu=NAME,target=SIZE,tp=N",
+            "Extrapolate to other hardware, for example gpu=H100,target=70B,tp=8.",
         ),
     ] = None,
 ) -> None:
@@ -174,11 +141,6 @@ def advise(
     from foretell.bench import advise as advisor
 
     advisor.advise(
-        speculation or (),
-        config,
-        engine,
-        prompts=prompts,
-        sample=sample,
-        batches=sorted(set(batch or advisor.BATCHES)),
-        predict=hardware,
-    )
+        speculation or (), config, engine, prompts=prompts, sample=sample,
+        batches=sorted(set(batch or advisor.BATCHES)), predict=hardware,
+    )  # fmt: skip

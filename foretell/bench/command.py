@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
 
+from foretell.bench.arms import open_llms, parse_scheme
 from foretell.bench.environment import environment
-from foretell.bench.report import (
-    broken_promises,
-    histogram,
-    markdown,
-    summarize,
-    tables,
-)
+from foretell.bench.report import broken_promises, histogram, markdown, say, show_tables, summarize
 from foretell.bench.report_page import report_page
 from foretell.bench.run import (
     PLAIN,
@@ -27,13 +22,12 @@ from foretell.bench.run import (
     check_writable,
     measure,
     write_json,
-    write_whole,
 )
 from foretell.bench.timeline import record
 from foretell.bench.workloads import Conversation, default_workload, pick, read_workload
-from foretell.config import EngineConfig, SpeculationConfig
-from foretell.drafters import check
+from foretell.config import EngineConfig
 from foretell.engine.trace import Trace
+from foretell.files import write_whole
 from foretell.llm import LLM
 from foretell.progress import progress_bar
 
@@ -75,40 +69,26 @@ def bench(
     Raises:
         ValueError: an option, the file of prompts or the model is wrong.
     """
-    config, console = config or BenchConfig(), console or Console()
-    parsed = [_parse(text) for text in dict.fromkeys(schemes or DEFAULT_SCHEMES)]
+    config, engine = config or BenchConfig(), engine or EngineConfig()
+    console = console or Console()
+    parsed = {text: parse_scheme(text) for text in schemes or DEFAULT_SCHEMES}
     conversations = pick(read_workload(prompts) if prompts else default_workload(), limit)
     for path in (json, report):
         if path is not None:
             check_writable(path)
-    # Whoever comes second would find the prompt's pages in the cache and win every prefill.
-    engine = (engine or EngineConfig()).with_(speculation=None, prefix_caching=False)
-    slots = max(config.batch, engine.max_num_seqs, *(BATCHES if break_even else ()))
-    engine = engine.with_(
-        max_num_seqs=slots, max_num_batched_tokens=max(slots, engine.max_num_batched_tokens)
-    )
-    options = {field.name: getattr(engine, field.name) for field in fields(engine)}
-    del options["model"], options["speculation"]
-
-    arms: list[Arm] = []
-    llms: list[LLM] = []
-    for text, speculation in parsed:
-        target = llms[0].target if llms else engine.model
-        llm = LLM(target, speculation=speculation, **options)
-        llms.append(llm)
-        if not arms:
-            arms.append(Arm(PLAIN, llm, speculate=False))
-        arms.append(Arm(text, llm, same_text=speculation.verification in SAME_TEXT))
+    most = max(config.batch, max(BATCHES) if break_even else 0)
+    opened = open_llms(parsed, engine, most)
+    llms = list(opened.values())
+    arms = [Arm(PLAIN, llms[0], speculate=False)]
+    for text, llm in opened.items():
+        arms.append(Arm(text, llm, same_text=parsed[text].verification in SAME_TEXT))
 
     room = llms[0].engine.runtime.max_model_len
     turns = sum(len(conversation.turns) for conversation in conversations)
     with _tracing(trace, arms), progress_bar("measuring", turns) as advance:
         measurement = measure(arms, conversations, config, room, advance)
     if not measurement.answers:
-        raise ValueError(
-            "nothing was measured: no prompt fits into the context with its answer; "
-            "lower max_tokens or take other prompts"
-        )
+        raise KeyboardInterrupt  # before the first was whole
     lines = summarize(measurement, arms)
     swept = sweep(arms, conversations, config, room) if break_even else {}
     facts = {
@@ -124,17 +104,16 @@ def bench(
         ids = llms[0].chat_prompt([{"role": "user", "content": conversations[0].turns[0]}])
         steps = record(arms, ids, config.seed, config.temperature) if len(ids) + 96 < room else {}
         about = facts | {"model": Path(engine.model).name, "weights": engine.weights}
-        write_whole(report, report_page(lines, measurement, swept, steps, about))
+        write_whole(report, report_page(lines, measurement, swept, steps, about).encode())
 
     if as_markdown:
-        console.print(markdown(lines), markup=False, highlight=False, soft_wrap=True)
+        say(console, markdown(lines))
     else:
-        for table in tables(lines):
-            console.print(table)
-        console.print(histogram(lines), markup=False, highlight=False)
+        show_tables(lines, console)
+        say(console, histogram(lines))
     broken = broken_promises(measurement, arms)
     for note in _notes(measurement.skipped, measurement.complete, broken, llms):
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
+        say(console, note)
     return not broken
 
 
@@ -167,21 +146,9 @@ def _tracing(path: Path | None, arms: list[Arm]) -> Iterator[None]:
         return
     with Trace(path) as trace:
         for arm in arms[1:]:
-            assert isinstance(arm.llm, LLM)
             name = f"{PLAIN} and {arm.name}" if arm is arms[1] else arm.name
             arm.llm.engine.metrics.trace_to(trace.track(name))
         yield
-
-
-def _parse(text: str) -> tuple[str, SpeculationConfig]:
-    speculation = SpeculationConfig.parse(text)
-    if speculation is None:
-        raise ValueError(
-            f"speculation {text!r}: plain decoding is always measured; name a scheme to compare, "
-            "for example prompt-lookup:k=8"
-        )
-    check(speculation)
-    return text, speculation
 
 
 def _notes(skipped: list[str], complete: bool, broken: list[str], llms: list[LLM]) -> list[str]:

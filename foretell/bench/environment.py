@@ -7,8 +7,10 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,6 +31,17 @@ def environment() -> dict[str, object]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "commit": _commit(),
         "command": shlex.join([_program(), *sys.argv[1:]]),
+    }
+
+
+def told(environment: Mapping[str, Any]) -> dict[str, str]:
+    """What a page says of an `environment`."""
+    packages: Mapping[str, str] = environment["packages"]
+    return {
+        "processor": f"{environment['cpu']}, threads: {environment['threads']}",
+        "versions": ", ".join(f"{name} {version}" for name, version in packages.items()),
+        "commit": environment["commit"] or "unknown",
+        "command": environment["command"],
     }
 
 

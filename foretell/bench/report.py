@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+import numpy as np
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -132,13 +134,7 @@ def _itl(answers: list[Measured]) -> tuple[float, float]:
 
 def percentile(values: SequenceOf[float], percent: float) -> float:
     """Linear interpolation between closest ranks; 0 of nothing."""
-    if not values:
-        return 0.0
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return float(np.percentile(values, percent)) if values else 0.0
 
 
 def _median(values: Iterable[float]) -> float:
@@ -156,25 +152,15 @@ def _ratio(one: float, other: float) -> float:
 
 # ---- showing
 
-_COLUMNS = (
-    "category",
-    "scheme",
-    "plain tok/s",
-    "tok/s",
-    "speed-up",
-    "quartiles",
-    "end to end",
-    "τ",
-    "accepted by depth, %",
-    "ITL p50/p99, ms",
-    "plain ITL",
-    "TTFT, ms",
-    "plain TTFT",
+COLUMNS = (
+    *("category", "scheme", "plain tok/s", "tok/s", "speed-up", "quartiles", "end to end", "τ"),
+    *("accepted by depth, %", "ITL p50/p99, ms", "plain ITL", "TTFT, ms", "plain TTFT"),
     "same text",
 )
 
 
-def _cells(line: Line) -> list[str]:
+def cells(line: Line) -> list[str]:
+    """What stands in each of the `COLUMNS`."""
     low, high = line.speedup_quartiles
     return [
         line.category,
@@ -203,17 +189,21 @@ def markdown(lines: list[Line]) -> str:
     """The same two tables for a README."""
     tables: list[str] = []
     for chosen in (_SPEED, _LATENCY):
-        rows = [[_COLUMNS[i] for i in chosen], ["---" if i < 2 else "---:" for i in chosen]]
+        rows = [[COLUMNS[i] for i in chosen], ["---" if i < 2 else "---:" for i in chosen]]
         for line in lines:
-            cells = _cells(line)
+            own = cells(line)
             bold = "**" if line.category == TOTAL else ""
-            rows.append([f"{bold}{cells[i]}{bold}" for i in chosen])
+            rows.append([f"{bold}{own[i]}{bold}" for i in chosen])
         tables.append("\n".join("| " + " | ".join(row) + " |" for row in rows))
     return "\n\n".join(tables) + "\n"
 
 
-def tables(lines: list[Line]) -> list[Table]:
-    """For the terminal: two tables for each scheme, speeds, then acceptance and latencies."""
+def tables(lines: list[Line], narrow: bool = True) -> list[Table]:
+    """Two for each scheme: speeds, then acceptance and latencies.
+
+    Args:
+        narrow: headers may break into lines, so that it fits into 80 columns.
+    """
     shown: list[Table] = []
     for scheme in dict.fromkeys(line.scheme for line in lines):
         own = [line for line in lines if line.scheme == scheme]
@@ -225,16 +215,32 @@ def tables(lines: list[Line]) -> list[Table]:
                 pad_edge=False,
                 collapse_padding=True,
             )
-            rows = [[_cells(line)[i] for i in chosen if i != 1] for line in own]
+            rows = [[cells(line)[i] for i in chosen if i != 1] for line in own]
             for place, i in enumerate(i for i in chosen if i != 1):
-                header, width = _COLUMNS[i], max(len(row[place]) for row in rows)
-                if len(header) > width:  # a header may break into lines, a cell may not
+                header, width = COLUMNS[i], max(len(row[place]) for row in rows)
+                if narrow and len(header) > width:  # a cell may not break
                     header = header.replace(" ", "\n")
                 table.add_column(Text(header), justify="right" if i else "left", no_wrap=True)
             for line, row in zip(own, rows, strict=True):
                 table.add_row(*map(Text, row), style="bold" if line.category == TOTAL else None)
             shown.append(table)
     return shown
+
+
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """Prints plain text, broken into lines by the terminal alone."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_tables(lines: list[Line], console: Console) -> None:
+    """Prints `tables`, as wide as they are: a narrow terminal breaks their lines, but nothing is
+    cut off."""
+    before = console.width
+    for table in tables(lines, narrow=console.is_terminal):
+        free = console.options.update(max_width=1000)
+        console.width = max(before, console.measure(table, options=free).maximum)
+        console.print(table)
+        console.width = before
 
 
 def histogram(lines: list[Line], width: int = 40) -> str:

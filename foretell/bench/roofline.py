@@ -14,6 +14,7 @@ GPUS = {  # memory bytes/s, dense bf16 operations/s, from the makers' data sheet
     "A100": (2.0e12, 312e12),
     "H100": (3.35e12, 989e12),
     "H200": (4.8e12, 989e12),
+    "B200": (8.0e12, 2250e12),
 }
 _OF_BANDWIDTH, _OF_RATE = 0.75, 0.6
 """Shares of the data sheets' figures that good kernels reach."""

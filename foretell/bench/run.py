@@ -10,10 +10,16 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from foretell.bench.workloads import Conversation, by_category
-from foretell.sequence import FinishReason, SamplingParams, Stats
+from foretell.config import check_range
+from foretell.files import write_whole
+from foretell.sequence import FinishReason, SamplingParams
+
+if TYPE_CHECKING:  # torch comes in with it, and --help must not wait for torch
+    from foretell.answer import Result
+    from foretell.llm import LLM
 
 PLAIN = "plain"
 # Rules whose text is that of plain decoding, token for token, at every temperature.
@@ -38,35 +44,9 @@ class BenchConfig:
     """Same seed, same texts; every conversation gets its own from it."""
 
     def __post_init__(self) -> None:
-        if self.batch < 1:
-            raise ValueError(f"batch={self.batch}: must be 1 or more conversations at once")
-        if self.max_tokens < 2:
-            raise ValueError(f"max_tokens={self.max_tokens}: a decoding speed needs 2 or more")
+        check_range(self, 1, None, "batch")
+        check_range(self, 2, None, "max_tokens")
         SamplingParams(temperature=self.temperature)  # refuses what is out of range
-
-
-class Answer(Protocol):
-    """The part of `foretell.llm.Result` that is measured."""
-
-    @property
-    def token_ids(self) -> list[int]: ...
-    @property
-    def text(self) -> str: ...
-    @property
-    def finish_reason(self) -> FinishReason: ...
-    @property
-    def stats(self) -> Stats: ...
-    @property
-    def error(self) -> str | None: ...
-
-
-class Answerer(Protocol):
-    """The part of `foretell.llm.LLM` that is measured."""
-
-    def chat_prompt(self, messages: Any, /) -> list[int]: ...
-    def generate(
-        self, prompts: Any, params: Any = None, /, *, speculate: bool = True
-    ) -> SequenceOf[Answer]: ...
 
 
 @dataclass(frozen=True)
@@ -74,7 +54,7 @@ class Arm:
     """One way to decode, compared with the others."""
 
     name: str
-    llm: Answerer
+    llm: LLM
     speculate: bool = True
     same_text: bool = True
     """Does it promise the text of plain decoding?"""
@@ -135,7 +115,7 @@ def measure(
         advance: told how many turns are done.
 
     Raises:
-        ValueError: the engine failed an answer.
+        ValueError: the engine failed an answer, or there was none to ask for.
     """
     assert len({arm.name for arm in arms}) == len(arms) > 0
     result = Measurement()
@@ -169,6 +149,11 @@ def measure(
                 advance(sum(turn < len(c.turns) for c in group))
     except KeyboardInterrupt:
         result.complete = False
+    if result.complete and not result.answers:
+        raise ValueError(
+            "nothing was measured: no prompt fits into the context with its answer; "
+            "lower max_tokens or take other prompts"
+        )
     return result
 
 
@@ -197,7 +182,7 @@ def _warm_up(
 
 def _timed(
     arm: Arm, prompts: list[list[int]], params: list[SamplingParams]
-) -> tuple[SequenceOf[Answer], float]:
+) -> tuple[SequenceOf[Result], float]:
     start = time.perf_counter()
     answers = arm.llm.generate(prompts, params, speculate=arm.speculate)
     return answers, time.perf_counter() - start
@@ -206,7 +191,7 @@ def _timed(
 def _compare(
     arms: SequenceOf[Arm],
     asked: list[tuple[Conversation, list[dict[str, str]], list[int]]],
-    taken: dict[str, tuple[SequenceOf[Answer], float]],
+    taken: dict[str, tuple[SequenceOf[Result], float]],
     turn: int,
 ) -> Iterable[Measured]:
     for i, (conversation, _, _) in enumerate(asked):
@@ -260,7 +245,7 @@ def write_json(path: Path, measurement: Measurement, facts: dict[str, Any]) -> N
     """Writes everything measured, with what it was measured on.
 
     Raises:
-        ValueError: the file cannot be written.
+        OSError: the file cannot be written.
     """
     head = {**facts, "complete": measurement.complete, "skipped": measurement.skipped}
     answers = [json.dumps(_rounded(asdict(answer))) for answer in measurement.answers]
@@ -268,30 +253,7 @@ def write_json(path: Path, measurement: Measurement, facts: dict[str, Any]) -> N
     text = (
         json.dumps(head, indent=1)[:-2] + ',\n "answers": [\n' + ",\n".join(answers) + "\n ]\n}\n"
     )
-    write_whole(path, text)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file whole or not at all.
-
-    Raises:
-        ValueError: it cannot be written.
-    """
-    # A pipe or a device such as /dev/stdout is written to, a file is replaced once all is written.
-    special = path.exists() and not path.is_file()
-    part = path if special else path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            if not special:
-                os.fsync(file.fileno())
-        if not special:
-            part.replace(path)
-    except OSError as error:
-        if not special:
-            part.unlink(missing_ok=True)
-        raise ValueError(f"{path}: cannot be written ({error.strerror or error})") from None
+    write_whole(path, text.encode())
 
 
 def _rounded(answer: dict[str, Any]) -> dict[str, Any]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from html import escape
 
+from markupsafe import Markup
+
+from foretell.bench.plots import Picture, colour
 from foretell.bench.run import Arm
 from foretell.engine.metrics import PHASES
-from foretell.llm import LLM
 from foretell.sequence import SamplingParams
 
 _WIDTH, _LANE, _BAR = 900, 74, 30
@@ -56,7 +57,6 @@ def record(arms: list[Arm], ids: list[int], seed: int, temperature: float) -> di
     params = SamplingParams(temperature=temperature, seed=seed, max_tokens=96)
     found: dict[str, list[Step]] = {}
     for arm in arms:
-        assert isinstance(arm.llm, LLM)
         recorder = Recorder()
         arm.llm.engine.metrics.trace_to(recorder)
         arm.llm.generate(ids, params, speculate=arm.speculate)
@@ -79,56 +79,37 @@ def _window(steps: list[Step]) -> list[Step]:
     return steps[at : at + _MOST_STEPS]
 
 
-def timeline(lanes: dict[str, list[Step]]) -> str:
-    """Steps to one scale of time, phases in colour, each step's new tokens above it. Uses the
-    colours of `foretell.bench.plots`."""
+def timeline(lanes: dict[str, list[Step]]) -> Markup:
+    """Steps to one scale of time, phases in colour, each step's new tokens above it; empty where
+    there are none."""
     shown = {name: steps for name, steps in lanes.items() if steps}
     if not shown:
-        return ""
+        return Markup()
     # As far as every lane reaches: none is empty at its end.
     span = min(steps[-1].end - steps[0].start for steps in shown.values())
-    out, at = [_legend()], 56.0
+    picture, x, y = Picture("steps and their phases over time", _WIDTH), 0.0, 56.0
+    for phase in PHASES:
+        picture.bar(x, 20, 14, 10, _fill(phase))
+        picture.text(x + 20, 29.5, phase)
+        x += 44 + 8 * len(phase)
     for name, steps in shown.items():
         origin, tokens = steps[0].start, 0
-        bars: list[str] = []
         for step in steps:
             left = _WIDTH * (step.start - origin) / span
             if left >= _WIDTH - 8:
                 break
             tokens += step.counts["emitted"]
-            bars.append(
-                f'<text x="{left + 1:.1f}" y="{at + 32:.1f}">+{step.counts["emitted"]}</text>'
-            )
+            picture.text(left + 1, y + 32, f"+{step.counts['emitted']}")
             for phase, start, end in step.phases:
                 x = _WIDTH * (start - origin) / span
                 wide = min(_WIDTH * (end - start) / span, _WIDTH - x)
                 if wide > 0:
-                    bars.append(
-                        f'<rect x="{x:.2f}" y="{at + 38:.1f}" width="{wide:.2f}" height="{_BAR}" '
-                        f'style="fill:{_colour(phase)}"><title>{phase}: '
-                        f"{1000 * (end - start):.2f} ms</title></rect>"
-                    )
-        out.append(
-            f'<text class="label" x="0" y="{at + 12:.1f}">{escape(name)}: {tokens} tokens in '
-            f"{1000 * span:.0f} ms</text>{''.join(bars)}"
-        )
-        at += _LANE + 14
-    return (
-        f'<svg class="plot" role="img" aria-label="steps and their phases over time" '
-        f'viewBox="0 0 {_WIDTH} {at:.0f}" xmlns="http://www.w3.org/2000/svg">{"".join(out)}</svg>'
-    )
+                    hint = f"{phase}: {1000 * (end - start):.2f} ms"
+                    picture.bar(x, y + 38, wide, _BAR, _fill(phase), hint)
+        picture.text(0, y + 12, f"{name}: {tokens} tokens in {1000 * span:.0f} ms", "label")
+        y += _LANE + 14
+    return picture.svg(y)
 
 
-def _legend() -> str:
-    out, at = list[str](), 0.0
-    for phase in PHASES:
-        out.append(
-            f'<rect x="{at:.1f}" y="20" width="14" height="10" style="fill:{_colour(phase)}"/>'
-            f'<text x="{at + 20:.1f}" y="29.5">{phase}</text>'
-        )
-        at += 44 + 8 * len(phase)
-    return "".join(out)
-
-
-def _colour(phase: str) -> str:
-    return f"var(--plot-{(PHASES.index(phase) + 5) % 8})"
+def _fill(phase: str) -> str:
+    return f"fill:{colour(PHASES.index(phase) + 5)}"

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from foretell.config import SpeculationConfig
 from foretell.sequence import Sequence
 from foretell.spec.drafter import Ask, Commit, Drafter, DraftRuntime, Needs
+from foretell.spec.seats import Least
 from foretell.spec.tree import TokenTree, from_lists
 
 MAX_HOPS = 64
@@ -227,7 +228,7 @@ class PromptLookup(Drafter):
             if slot.pause and budget:
                 slot.pause -= 1
             elif budget:
-                self._draft(slot, budget, depth, least.node, *tree)
+                self._draft(slot, budget, depth, least, *tree)
                 slot.drafted_at = len(sequence.tokens)
                 slot.tokens, slot.parents, _ = tree
             tokens.append(tree[0])
@@ -260,7 +261,7 @@ class PromptLookup(Drafter):
         slot: _Slot,
         budget: int,
         depth: int,
-        least: float,
+        least: Least,
         tokens: list[int],
         parents: list[int],
         chances: list[float],
@@ -273,6 +274,8 @@ class PromptLookup(Drafter):
         # They differ in their first token, so no two share a node.
         drafts = [(index.continuation(at, longest), length) for at, length in matches]
         slot.guess, slot.length = drafts[0] if drafts else ([], 0)
+        if slot.guess and self._chance(slot.length) < least.first:
+            return
         ends = dict.fromkeys(range(len(drafts)), 0)
         for level in range(longest):
             for branch, end in list(ends.items()):
@@ -280,7 +283,7 @@ class PromptLookup(Drafter):
                     return
                 draft, length = drafts[branch]
                 chance = self._chance(length + level) * (chances[end] if level else left)
-                if chance < least:
+                if chance < least.node:
                     del ends[branch]
                     continue
                 left -= 0 if level else chance

@@ -21,10 +21,19 @@ from foretell.spec.acceptance import Outcome
 from foretell.spec.budget import Controller, FixedBudget
 from foretell.spec.costs import Costs
 from foretell.spec.drafter import Ask, Commit, Drafter, KVGroup, Needs
-from foretell.spec.seats import Limit, Seat, limit
+from foretell.spec.seats import Grant, Limit, Seat, limit
 from foretell.spec.tree import TokenTree, cut, depths, from_lists, roots
 
 Failed = Callable[[str, Exception], None]
+
+
+def _granted(item: Item, m: int, drafted: bool) -> Grant:
+    """What a scheme may draft for an item: where it comes second, if the first had nothing."""
+    if item.scheme == m:
+        return Grant(item.budget, item.depth, m, least=item.least)
+    if item.instead and item.instead.scheme == m and not drafted and not item.forced:
+        return item.instead
+    return Grant()
 
 
 def claims(parents: list[int], chances: list[float], path: list[int]) -> list[tuple[float, bool]]:
@@ -94,6 +103,8 @@ class Drafting:
         self.watches = [Watch(drafter, cache, lazy=adaptive, taps=taps) for drafter in drafters]
         self._left: deque[int] = deque()
         """Slots that the drafters are still to be told of."""
+        self._asked: list[list[Grant]] = []
+        """[B] who was asked for drafts in this step, in order; only the last may have had any."""
         self.learning = True
         self.controller: Controller | None = None
         if adaptive:
@@ -135,25 +146,31 @@ class Drafting:
         """Trees for all items. A drafter's mistake costs its drafts, never the text."""
         plain = roots([item.sequence.tokens[-1] for item in items])
         self._tell_left()
-        asked = {item.scheme for item in items if item.budget}
-        if not asked:
-            return plain
-        trees = [(m, self._propose(m, items)) for m in sorted(asked)]
-        if len(trees) == 1:
-            return trees[0][1] or plain
-        lists = list(plain.lists())
+        self._asked = [[] for _ in items]
+        out, lists = plain, list(plain.lists())
         chances: list[list[float]] = [[] for _ in items]
-        for m, tree in trees:
-            for b, item in enumerate(items):
-                if tree is not None and item.scheme == m:
+        for m in range(len(self.drafters)):
+            grants = [_granted(item, m, len(lists[b][0]) > 1) for b, item in enumerate(items)]
+            if not any(grant.nodes for grant in grants):
+                continue
+            first = out is plain
+            if (tree := self._propose(m, items, grants)) is None:
+                continue
+            out = tree if first else None
+            for b, grant in enumerate(grants):
+                if grant.nodes:
+                    self._asked[b].append(grant)
                     lists[b] = tree.lists()[b]
                     chances[b] = tree.chances[b] if tree.chances else []
+        if out is not None:
+            return out
         out = from_lists([tokens for tokens, _ in lists], [parents for _, parents in lists])
         return replace(out, chances=chances)
 
-    def first(self, m: int, sequences: list[Sequence]) -> Tensor:
+    def first(self, m: int, sequences: list[Sequence], budgets: list[int]) -> Tensor:
         """One token for each sequence, on the device: see `Drafter.first`."""
         self._tell_left()
+        self._asked = [[Grant(n, n, m)] if n else [] for n in budgets]
         self._catch_up(m, sequences)
         try:
             return self.drafters[m].first(sequences)
@@ -177,16 +194,16 @@ class Drafting:
         except Exception as error:
             self._out_of_step(sequences, error)
 
-    def _propose(self, m: int, items: list[Item]) -> TokenTree | None:
-        """One scheme's trees for all items, of only a root for those that are another's."""
-        mine = [item if item.scheme == m else None for item in items]
-        self._catch_up(m, [item.sequence for item in mine if item and item.budget])
+    def _propose(self, m: int, items: list[Item], grants: list[Grant]) -> TokenTree | None:
+        """One scheme's trees for all items, of only a root where it has no nodes."""
+        asked = [item for item, grant in zip(items, grants, strict=True) if grant.nodes]
+        self._catch_up(m, [item.sequence for item in asked])
         ask = Ask(
             [item.sequence for item in items],
-            [item.budget if item else 0 for item in mine],
+            [grant.nodes for grant in grants],
             sample=self.sampled,
-            depths=[item.depth if item else 0 for item in mine],
-            least=[item.least for item in items],
+            depths=[grant.depth for grant in grants],
+            least=[grant.least for grant in grants],
         )
         start = time.perf_counter()
         try:
@@ -203,7 +220,7 @@ class Drafting:
         if self.controller and self.learning:
             nodes = sum(tree.num_drafted)
             levels = max((max(depths(parents)) for _, parents in tree.lists()), default=0)
-            keys = sum(len(item.sequence.tokens) for item in mine if item and item.budget)
+            keys = sum(len(item.sequence.tokens) for item in asked)
             self.controller.costs.learn_propose(m, max(1, levels), nodes, keys, took)
         return tree
 
@@ -225,7 +242,7 @@ class Drafting:
             seconds: that the step took but for its drafts.
             drafting: that these took.
         """
-        controller = self.controller
+        controller, asked, self._asked = self.controller, self._asked, []
         if controller is None or not self.learning or not all(item.num_run == 1 for item in items):
             return
         outcomes: list[list[Outcome]] = [[] for _ in self.drafters]
@@ -237,12 +254,16 @@ class Drafting:
             length, nodes = len(item.sequence.tokens), len(own[0]) - 1
             keys += length
             more += length * nodes
-            if item.budget and outcome is not None:
-                m, slot, right = item.scheme, item.sequence.slot, len(outcome.path)
-                outcomes[m].append(Outcome(slot, nodes, item.depth, right, item.budget))
-                if tree.chances and not item.forced:
-                    said = claims(own[1], tree.chances[b], outcome.path)
-                    controller.schemes[m].learn_claims(said)
+            if outcome is None or not asked or not asked[b]:
+                continue
+            *in_vain, last = asked[b]
+            slot, right = item.sequence.slot, len(outcome.path)
+            for grant in in_vain:
+                outcomes[grant.scheme].append(Outcome(slot, 0, grant.depth, 0, grant.nodes))
+            outcomes[last.scheme].append(Outcome(slot, nodes, last.depth, right, last.nodes))
+            if tree.chances and not item.forced:
+                said = claims(own[1], tree.chances[b], outcome.path)
+                controller.schemes[last.scheme].learn_claims(said)
         controller.costs.learn_target(rows, keys, more, seconds)
         for m, each in enumerate(outcomes):
             if each:

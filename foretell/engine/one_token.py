@@ -56,6 +56,7 @@ def scheme_for(
             (item.budget != 1 and goes_on(sequence))
             or item.budget > 1
             or item.forced
+            or item.instead
             or item.num_run != 1
             or not item.reaches_end
             or not sequence.speculate
@@ -85,8 +86,9 @@ class OneToken(Schedule):
         if any(work.name != "head" for work in self.device.pending):
             self.device.settle()  # it reads the page tables
         self.set_pages()
+        budgets = [item.budget for item in self.items]
         self.drafted = self.device.submit(
-            "draft", lambda: self.drafting.first(self.m, self.sequences)
+            "draft", lambda: self.drafting.first(self.m, self.sequences, budgets)
         )
         return self._tree([0] * len(self.items))
 

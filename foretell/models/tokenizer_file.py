@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from foretell.files import write_whole
 
 FOLDER = ".foretell"
 _SOURCES = (".json", ".jinja", ".model", ".txt")
@@ -76,16 +77,9 @@ def _kept(path: Path, made_of: dict[str, Any]) -> TokenizerFile | None:
 
 
 def _keep(path: Path, made_of: dict[str, Any], found: TokenizerFile) -> None:
-    """Writes beside the final place and renames, so that nobody ever reads half a file."""
     body = json.dumps(asdict(found)).encode()
     head = json.dumps({**made_of, "sha256": hashlib.sha256(body).hexdigest()}).encode()
-    path.parent.mkdir(exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        part.write_bytes(head + b"\n" + body)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    write_whole(path, head + b"\n" + body)
 
 
 def _convert(folder: Path, gguf: str | None) -> TokenizerFile:

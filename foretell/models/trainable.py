@@ -10,6 +10,7 @@ as in `models.head`; `trainable_files` knows the names that files have.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -149,17 +150,37 @@ def rms_norm(config: ModelConfig, size: int | None = None) -> Norm:
     return Norm(size or config.hidden_size, eps=config.rms_norm_eps)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a head is made of, as its config.json says it where it does; see `models.head`."""
+
+    taps: tuple[int, ...] = (-1,)
+    """The target's layers it reads; -1 is the final norm's output."""
+    mix: bool = True
+    """fc over cat(embedding, feature); else the first attention reads both (EAGLE-3)."""
+    bias: bool = False
+    """Of that fc."""
+    norm_embed: bool = True
+    norm_hidden: bool = True
+    norm_attn: bool = True
+    norm_out: bool = True
+    attention_bias: bool = False
+    qk_norm: bool = False
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = True
+    own_lm_head: bool = False
+    """It has an output projection of its own, which learns."""
+
+
 class TrainableHead(nn.Module):
-    """`models.head.Head` with gradients, for EAGLE, EAGLE-3 and MTP; see there for the parts.
+    """`models.head.Head` with gradients, for EAGLE, EAGLE-3 and MTP.
 
     Args:
         method: the scheme that serves it.
         config: sizes and RoPE of its own layers; vocab_size is the target's.
-        taps: the target's layers it reads; -1 is the final norm's output.
-        mix: fc over cat(embedding, feature), with a bias or without; else the first attention reads
-            both (EAGLE-3).
         draft_ids: [Vd] the target's tokens it speaks about, ascending; None: all.
-        own_lm_head: it has an output projection of its own, which learns.
     """
 
     embedding: Tensor  # [V, H]
@@ -169,50 +190,40 @@ class TrainableHead(nn.Module):
         method: str,
         target: FrozenTarget,
         config: ModelConfig,
-        taps: tuple[int, ...] = (-1,),
-        *,
-        mix: bool = True,
-        mix_bias: bool = False,
-        norms: tuple[bool, bool, bool, bool] = (True, True, True, True),
-        bias: bool = False,
-        qk_norm: bool = False,
-        part_norms: bool = False,
-        fused_norm: bool = False,
-        residual_normed: bool = False,
-        recycle_normed: bool = True,
+        parts: Parts,
         draft_ids: Tensor | None = None,
-        own_lm_head: bool = False,
     ) -> None:
         super().__init__()
-        self.method, self.sizes, self.taps = method, config, taps
-        self.target = target.config.sizes
-        hidden, width = config.hidden_size, target.config.hidden_size
-        embed, feature, attention, out = norms
-        fused = not mix and taps != (-1,)
-        self.fuse = nn.Linear(len(taps) * width, hidden, bias=False) if fused else None
+        self.method, self.sizes, self.parts, self.taps = method, config, parts, parts.taps
+        self.target, self.draft_ids = target.config.sizes, draft_ids
+        hidden, width, mix = config.hidden_size, target.config.hidden_size, parts.mix
+        all_taps = len(parts.taps) * width
+        fused = not mix and parts.taps != (-1,)
+
+        def norm(wanted: bool, size: int = hidden) -> Norm | None:
+            return rms_norm(config, size) if wanted else None
+
+        self.fuse = nn.Linear(all_taps, hidden, bias=False) if fused else None
         self.part_norms = nn.ModuleList(
-            [rms_norm(config, width) for _ in taps] if part_norms else []
+            rms_norm(config, width) for _ in parts.taps if parts.fc_norm
         )
-        self.fused_norm = rms_norm(config, len(taps) * width) if fused_norm else None
-        self.mix = nn.Linear(2 * hidden, hidden, bias=mix_bias) if mix else None
-        self.norm_embed = rms_norm(config) if embed else None
-        self.norm_hidden = rms_norm(config) if feature else None
+        self.fused_norm = norm(parts.norm_before_fc, all_taps)
+        self.mix = nn.Linear(2 * hidden, hidden, bias=parts.bias) if mix else None
+        self.norm_embed, self.norm_hidden = norm(parts.norm_embed), norm(parts.norm_hidden)
         self.layers = nn.ModuleList(
             Block(
                 config,
                 hidden if mix or i else 2 * hidden,
-                norm=(attention and mix) or i > 0,
-                bias=bias,
-                qk_norm=qk_norm,
+                norm=(parts.norm_attn and mix) or i > 0,
+                bias=parts.attention_bias,
+                qk_norm=parts.qk_norm,
             )
             for i in range(config.num_layers)
         )
-        self.norm_out = rms_norm(config) if out else None
-        self.residual_normed, self.recycle_normed = residual_normed, recycle_normed
-        self.draft_ids = draft_ids
+        self.norm_out = norm(parts.norm_out)
         self.rope = Rope(config)
         known = target.config.vocab_size if draft_ids is None else len(draft_ids)
-        self.lm_head = nn.Linear(hidden, known, bias=False) if own_lm_head else None
+        self.lm_head = nn.Linear(hidden, known, bias=False) if parts.own_lm_head else None
         self.register_buffer("embedding", target.embedding, persistent=False)
         self.teacher = Teacher(target, draft_ids)
 
@@ -287,7 +298,7 @@ class TrainableHead(nn.Module):
         normed = features if self.norm_hidden is None else self.norm_hidden(features)
         hidden = torch.cat([embedded, normed], dim=1)  # [M, 2 H]
         if self.mix is None:
-            x = normed if self.residual_normed else features
+            x = normed if self.parts.norm_before_residual else features
         else:
             hidden = x = self.mix(hidden)
         for layer, cache in zip(self.layers, seen, strict=True):
@@ -297,7 +308,7 @@ class TrainableHead(nn.Module):
                 start = layer.input_norm(start)
             x = layer(start, x, cos, sin, cache, queries if layer is self.layers[-1] else None)
         out = x if self.norm_out is None else self.norm_out(x)
-        return out, out if self.recycle_normed else x
+        return out, out if self.parts.norm_output else x
 
     def _logits(self, out: Tensor) -> Tensor:
         """[M, H] -> [M, Vd]."""

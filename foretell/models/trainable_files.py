@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from foretell.models.config import ModelConfig
 from foretell.models.frozen import FrozenTarget
 from foretell.models.head import Head
 from foretell.models.head_formats import load_eagle, load_eagle3
@@ -19,7 +18,7 @@ from foretell.models.loader import LoadedModel
 from foretell.models.medusa_formats import load_medusa
 from foretell.models.mtp_formats import load_mtp
 from foretell.models.quant import unpack
-from foretell.models.trainable import Block, TrainableHead
+from foretell.models.trainable import Block, Parts, TrainableHead
 from foretell.models.trainable_medusa import TrainableMedusa
 
 Trainable = TrainableHead | TrainableMedusa
@@ -80,19 +79,14 @@ def new_head(
         raise ValueError(f"taps={taps}: EAGLE-3 takes layers of the target, 1 to {depth - 1}")
     default = tuple(max(0, layer) for layer in (1, depth // 2 - 1, depth - 4))
     restored = norms or method != "eagle"
+    flags = dict.fromkeys(("norm_embed", "norm_hidden", "norm_attn", "norm_out"), restored)
+    parts = Parts(
+        taps=(taps or default) if eagle3 else (-1,), mix=not eagle3, **flags,
+        attention_bias=config.attention_bias, qk_norm=config.qk_norm,
+        norm_output=norms and not eagle3,
+    )  # fmt: skip
     torch.manual_seed(seed)
-    head = TrainableHead(
-        method,
-        target,
-        config,
-        (taps or default) if eagle3 else (-1,),
-        mix=not eagle3,
-        norms=(restored, restored, restored, restored),
-        bias=config.attention_bias,
-        qk_norm=config.qk_norm,
-        recycle_normed=norms and not eagle3,
-        draft_ids=draft_ids,
-    )
+    head = TrainableHead(method, target, config, parts, draft_ids)
     _begin(head)
     return head
 
@@ -156,29 +150,23 @@ def _trainable(
     first = head.layers[0]
     if not isinstance(first, Layer):
         raise ValueError("an MTP module with latent attention is not trained: begin a new head")
-    config: ModelConfig = head.config
-    out = TrainableHead(
-        method,
-        target,
-        config,
-        taps,
+    parts = Parts(
+        taps=taps,
         mix=head.mix is not None,
-        mix_bias=head.mix is not None and bool(cast(PackedLinear, head.mix).bias.any()),
-        norms=(
-            head.norm_embed is not None,
-            head.norm_hidden is not None,
-            first.input_norm is not None,
-            head.norm_out is not None,
-        ),
-        bias=bool(cast(PackedLinear, first.qkv).bias.any()),
+        bias=head.mix is not None and bool(cast(PackedLinear, head.mix).bias.any()),
+        norm_embed=head.norm_embed is not None,
+        norm_hidden=head.norm_hidden is not None,
+        norm_attn=first.input_norm is not None,
+        norm_out=head.norm_out is not None,
+        attention_bias=bool(cast(PackedLinear, first.qkv).bias.any()),
         qk_norm=first.q_norm is not None,
-        part_norms=head.fuse is not None and bool(head.fuse.part_norms),
-        fused_norm=head.fuse is not None and head.fuse.norm is not None,
-        residual_normed=head.residual_normed,
-        recycle_normed=head.recycle_normed,
-        draft_ids=ids,
+        fc_norm=head.fuse is not None and bool(head.fuse.part_norms),
+        norm_before_fc=head.fuse is not None and head.fuse.norm is not None,
+        norm_before_residual=head.residual_normed,
+        norm_output=head.recycle_normed,
         own_lm_head=not isinstance(head.lm_head, _Outer),
     )
+    out = TrainableHead(method, target, head.config, parts, ids)
     with torch.no_grad():
         for norm in ("norm_embed", "norm_hidden", "norm_out"):
             _copy(getattr(head, norm), getattr(out, norm))
@@ -267,55 +255,41 @@ def head_tensors(head: TrainableHead) -> dict[str, Tensor]:
     return out | {f"{prefix}d2t": ids - torch.arange(len(ids)), f"{prefix}t2d": known}
 
 
+_SIZES = {
+    **{name: name for name in ("hidden_size", "intermediate_size")},
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    **{name: name for name in ("head_dim", "vocab_size", "rms_norm_eps", "rope_theta")},
+    "max_position_embeddings": "max_position_embeddings",
+}
+"""What Llama's config calls a decoder's sizes, and what ours does."""
+
+
 def head_config(head: TrainableHead) -> dict[str, Any]:
     """config.json of the head's layout."""
-    sizes = head.sizes
-    rope = {"rope_scaling": sizes.rope_scaling} if len(sizes.rope_scaling) > 1 else {}
+    sizes, parts, eagle3 = head.sizes, head.parts, head.method == "eagle3"
     config: dict[str, Any] = {
-        "architectures": {"eagle3": ["LlamaForCausalLMEagle3"]}.get(
-            head.method, ["LlamaForCausalLMEagle"]
-        ),
+        "architectures": ["LlamaForCausalLMEagle3" if eagle3 else "LlamaForCausalLMEagle"],
         "model_type": "llama",
         "foretell_method": head.method,
         "foretell_target": head.target,
-        "hidden_size": sizes.hidden_size,
-        "intermediate_size": sizes.intermediate_size,
-        "num_hidden_layers": sizes.num_layers,
-        "num_attention_heads": sizes.num_heads,
-        "num_key_value_heads": sizes.num_kv_heads,
-        "head_dim": sizes.head_dim,
-        "vocab_size": sizes.vocab_size,
-        "rms_norm_eps": sizes.rms_norm_eps,
-        "rope_theta": sizes.rope_theta,
-        "max_position_embeddings": sizes.max_position_embeddings,
-        **rope,
+        **{theirs: getattr(sizes, ours) for theirs, ours in _SIZES.items()},
     }
-    block = head.layers[0]
-    assert isinstance(block, Block)
-    if block.q.bias is not None:
+    if len(sizes.rope_scaling) > 1:
+        config["rope_scaling"] = sizes.rope_scaling
+    if parts.attention_bias:
         config["attention_bias"] = True
     if head.draft_ids is not None:
         config["draft_vocab_size"] = len(head.draft_ids)
-    if head.method == "eagle3":
-        return config | {
-            "eagle_config": {
-                "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in head.taps],
-                "use_aux_hidden_state": head.fuse is not None,
-            },
-            "norm_before_residual": head.residual_normed,
-            "norm_output": head.recycle_normed,
-            "fc_norm": bool(len(head.part_norms)),
-            "norm_before_fc": head.fused_norm is not None,
+    flags = ("bias", "norm_embed", "norm_hidden", "norm_attn", "norm_out", "norm_output")
+    if eagle3:
+        config["eagle_config"] = {
+            "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in head.taps],
+            "use_aux_hidden_state": head.fuse is not None,
         }
-    assert head.mix is not None
-    return config | {
-        "bias": head.mix.bias is not None,
-        "norm_embed": head.norm_embed is not None,
-        "norm_hidden": head.norm_hidden is not None,
-        "norm_attn": block.input_norm is not None,
-        "norm_out": head.norm_out is not None,
-        "norm_output": head.recycle_normed,
-    }
+        flags = ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc")
+    return config | {name: getattr(parts, name) for name in flags}
 
 
 def medusa_tensors(head: TrainableMedusa) -> dict[str, Tensor]:

@@ -93,8 +93,8 @@ class Acceptance:
         """[R] a tree of this size against the largest; for chains depth says it all."""
         self.errors = [0.05, 0.049, 0.05]
         """Mean square error of each weight in `_EVERYBODY`."""
-        self.filled = 1.0
-        """Share of the nodes asked for that a draft has, if there is one."""
+        self.filled = [1.0] * len(self.ladder.nodes)
+        """[R] how many drafts have as many nodes where as many are asked for."""
         self.candour = 1.0
         """A node that the draft gives a chance of c is accepted with c ** candour."""
         self._records: dict[int, _Record] = {}
@@ -151,7 +151,9 @@ class Acceptance:
         levels = len(self.tries)
         for slot, nodes, depth, accepted, asked in outcomes:
             if nodes:
-                self.filled += (nodes / max(asked, nodes) - self.filled) / 64
+                for rung, size in enumerate(self.ladder.nodes):
+                    if size <= max(asked, nodes):
+                        self.filled[rung] += ((nodes >= size) - self.filled[rung]) / 64
                 if not self.ladder.is_chain:
                     self._learn_yield(slot, max(asked, nodes), accepted)
             record = self._records.get(slot)
@@ -170,7 +172,7 @@ class Acceptance:
                 (record.tries, record.hits, _OWN),
                 (self.tries, self.hits, _COMMON),
             ):
-                for level in range(min(accepted + 1, depth, levels)):
+                for level in range(min(accepted + 1, depth, levels) if nodes else 0):
                     tries[level] = tries[level] * keep + 1
                     hits[level] = hits[level] * keep + (level < accepted)
         self._common = []

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from foretell.spec.acceptance import Acceptance, Outcome
 from foretell.spec.choice import Choice
 from foretell.spec.costs import Costs
-from foretell.spec.seats import Grant, Least, Limit, Seat, within
+from foretell.spec.seats import ANYTHING, Grant, Limit, Seat, within
 
 KEPT = 8
 """Most steps that a choice serves, if it was the same as before and the same sequences run."""
@@ -82,7 +82,7 @@ class Controller:
         self.probes = [Probes() for _ in sizes]
         self.rate = 0.0
         """Tokens a second that the last choice promises."""
-        self._least = [Least()] * len(sizes)
+        self._least = [ANYTHING] * len(sizes)
         self._kept: tuple[list[int], list[Grant]] = ([], [])
         self._plain = 0.0
         self._age, self._patience, self._turn = 0, 1, 0
@@ -108,7 +108,7 @@ class Controller:
         slots, before = [seat.slot for seat in seats], self._kept
         if slots == before[0] and self._age < self._patience:
             grants = [within(grant, seat) for grant, seat in zip(before[1], seats, strict=True)]
-            if sum(grant.nodes for grant in grants) <= rows:
+            if sum(grant.most for grant in grants) <= rows:
                 self._age += 1
                 return self._probe(seats, grants, rows)
         choice = Choice(self.schemes, self.costs, seats, rows)
@@ -135,7 +135,7 @@ class Controller:
             return [Grant(0, 0, grant.scheme) for grant in grants]
         m = self._turn % len(self.schemes)
         probes = self.probes[m]
-        if any(grant.nodes and grant.scheme == m for grant in grants):
+        if any(_drafts(grant, m) for grant in grants):
             probes.in_vain = 0
             return self._stretch(m, seats, grants, rows)
         if not probes.free and probes.credit <= probes.price:
@@ -149,8 +149,8 @@ class Controller:
         probe = Grant(ladder.nodes[rung], ladder.depth[rung], m, least=self._least[m])
         probe = within(probe, seat)
         others = [grant if i != b and self.mixed else Grant() for i, grant in enumerate(grants)]
-        used = sum(grant.nodes for grant in others)
-        lost = sum(grant.nodes for grant in grants) - used
+        used = sum(grant.most for grant in others)
+        lost = sum(grant.most for grant in grants) - used
         price = self._price(probe, seat, used + len(seats)) + lost / max(self.rate, 1e-9)
         if probe.nodes <= rows - used and probes.pay(price):
             others[b] = probe
@@ -171,7 +171,7 @@ class Controller:
         longer = grants[b]._replace(nodes=ladder.nodes[rung], depth=ladder.depth[rung])
         longer = within(longer, seats[b])
         more = longer.nodes - grants[b].nodes
-        used = sum(grant.nodes for grant in grants)
+        used = sum(grant.most for grant in grants)
         if more > 0 and used + more <= rows:
             seat = seats[b]._replace(behind=[0] * len(self.schemes))
             price = self._price(longer, seat, used + len(seats)) - self._price(
@@ -248,6 +248,12 @@ class Probes:
         if enough:
             self.credit -= price
         return enough
+
+
+def _drafts(grant: Grant, m: int) -> bool:
+    other = grant.instead
+    mine = grant.nodes and grant.scheme == m
+    return bool(mine or (other and other.nodes and other.scheme == m))
 
 
 def _alike(one: list[Grant], other: list[Grant]) -> bool:

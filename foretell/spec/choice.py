@@ -61,7 +61,6 @@ class Choice:
         self.slope = costs.slope(len(seats))
         self.reach = costs.reach(sum(seat.keys for seat in seats))
         least = len(seats) / self.plain * self.slope
-        self.filled = [scheme.filled for scheme in schemes]
         self.rungs = [
             [_rungs(scheme, m, seat, least) for seat in seats] for m, scheme in enumerate(schemes)
         ]
@@ -72,22 +71,48 @@ class Choice:
         plain, counts, assigned = batch / self.plain, [0] * batch, [0] * batch
         rate = WORTHWHILE * plain
         options = [[m] * batch for m in schemes]
-        for option in options:
-            if (found := self.fill(option))[0] > rate:
+        alone = [self.fill(option) for option in options]
+        for option, found in zip(options, alone, strict=True):
+            if found[0] > rate:
                 (rate, counts), assigned = found, option
         if mixed and len(options) > 1 < batch:
             option = self.each_best(rate)
             if option not in options and (found := self.fill(option))[0] > rate:
                 (rate, counts), assigned = found, option
-        grants: list[Grant] = []
-        for b, (m, count) in enumerate(zip(assigned, counts, strict=True)):
-            rungs = self.rungs[m][b][:count]
-            nodes = sum(rung.nodes for rung in rungs)
-            depth = min(rungs[-1].depth, self.seats[b].limits[m].depth) if rungs else 0
-            grants.append(Grant(nodes, depth, m))
+        chosen = enumerate(zip(assigned, counts, strict=True))
+        grants = [self._grant(m, b, count) for b, (m, count) in chosen]
         least = self.least(rate, grants)
         grants = [grant._replace(least=least[grant.scheme]) for grant in grants]
+        if mixed and any(counts):
+            paying = [m for m in schemes if alone[m][0] > WORTHWHILE * plain]
+            in_turn = [
+                self._in_turn(b, grant, [self._grant(m, b, alone[m][1][b]) for m in paying], least)
+                for b, grant in enumerate(grants)
+            ]
+            if sum(grant.most for grant in in_turn) <= self.room:
+                grants = in_turn
         return rate if any(counts) else plain, grants
+
+    def _grant(self, m: int, b: int, count: int) -> Grant:
+        """So many rungs of a scheme for one sequence."""
+        rungs = self.rungs[m][b][:count]
+        nodes = sum(rung.nodes for rung in rungs)
+        depth = min(rungs[-1].depth, self.seats[b].limits[m].depth) if rungs else 0
+        return Grant(nodes, depth, m)
+
+    def _in_turn(
+        self, b: int, grant: Grant, others: list[Grant], least: SequenceOf[Least]
+    ) -> Grant:
+        """Two schemes that both pay are asked in the order in which they were given: the first
+        drafts where it is surer of its first token than the second is on average."""
+        others = [other for other in others if other.nodes and other.scheme != grant.scheme]
+        if not grant.nodes or not others:
+            return grant
+        other = others[0]._replace(least=least[others[0].scheme])
+        first, second = sorted((grant, other), key=lambda each: each.scheme)
+        (tokens, *_), found = self.schemes[second.scheme].expected(self.seats[b].slot, 1.0)
+        surer = self.schemes[first.scheme].least(found * tokens)
+        return first._replace(least=first.least._replace(first=surer), instead=second)
 
     def least(self, rate: float, grants: SequenceOf[Grant]) -> list[Least]:
         """[M] the chances that nodes must have to be worth their time, by what each scheme says."""
@@ -95,9 +120,12 @@ class Choice:
         for m, scheme in enumerate(self.schemes):
             mine = [grant for grant in grants if grant.nodes and grant.scheme == m]
             _, level, node = costs.propose[m].weights
-            more = max(1.0, sum(grant.nodes for grant in mine) * scheme.filled)
+            # What is off is judged as if all used it.
+            more, sharing = max(1, sum(grant.nodes for grant in mine)), len(mine)
+            if not mine:
+                more = sharing = batch
             row = rate * ((costs.base(batch + more) - costs.base(batch)) / more + node)
-            run = rate * level * self.reach / max(1, len(mine))
+            run = rate * level * self.reach / sharing
             parent = row + run / HOPE_BEHIND
             out.append(Least(scheme.least(row), scheme.least(parent)))
         return out
@@ -134,7 +162,7 @@ class Choice:
             if rung.depth > levels[m]:  # all go level by level together
                 if not levels[m]:
                     drafting += call + observe[m][0]
-                drafting += level * self.reach * (rung.depth - levels[m]) * self.filled[m]
+                drafting += level * self.reach * (rung.depth - levels[m]) * rung.rows / rung.nodes
                 levels[m] = rung.depth
             if not r:
                 drafting += observe[m][1] * _late(seat.behind[m])
@@ -180,10 +208,11 @@ def _rungs(scheme: Acceptance, m: int, seat: Seat, least: float) -> list[_Rung]:
         if size > limit.nodes or (ladder.is_chain and depth > limit.depth):
             break
         more = size - nodes
-        worth = min(worth, (total - tokens) / (more * scheme.filled))
+        filled = max(scheme.filled[r], 0.05)
+        worth = min(worth, (total - tokens) / (more * filled))
         if worth <= least:
             break
-        rows = found * more * scheme.filled
+        rows = found * more * filled
         out.append(_Rung(worth, found * (total - tokens), rows, more, depth))
         tokens, nodes = total, size
     return out

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foretell.sequence import Sequence
 from foretell.spec.options import read_options
-from foretell.spec.seats import Least
+from foretell.spec.seats import ANYTHING, Least
 from foretell.spec.training import Loss, Rule, TrainingBatch
 from foretell.spec.tree import TokenTree
 
@@ -201,7 +201,7 @@ class Ask:
         if not self.depths:
             object.__setattr__(self, "depths", list(self.budgets))
         if not self.least:
-            object.__setattr__(self, "least", [Least()] * len(self.budgets))
+            object.__setattr__(self, "least", [ANYTHING] * len(self.budgets))
 
     @property
     def lengths(self) -> list[int]:

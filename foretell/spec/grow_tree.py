@@ -112,7 +112,7 @@ def grow_tree(
         for random, budget, depth in zip(drawn, budgets, ask.depths, strict=True)
     ]
     least = [
-        (-math.inf, -math.inf) if random else (_log(own.node), _log(own.parent))
+        (-math.inf,) * 3 if random else tuple(_log(chance) for chance in own)
         for random, own in zip(drawn, ask.least, strict=True)
     ]
     trees = [Sprouts([root]) for root in ask.roots]
@@ -126,11 +126,13 @@ def grow_tree(
         found = _children(ask, nodes, widths, depth, cut, noise, vocab, shape.trust)
         born: dict[int, list[int]] = {b: [] for b, _ in nodes}
         for row, (b, node) in enumerate(nodes):
-            children = zip(found.tokens[row], found.logps[row], strict=True)
+            logps = found.logps[row]
             enough = least[b][0] - trees[b].values[node]
+            if not depth and logps and logps[0] < least[b][2]:
+                continue
             new = [
                 trees[b].add(node, rank, token, logp)
-                for rank, (token, logp) in enumerate(children)
+                for rank, (token, logp) in enumerate(zip(found.tokens[row], logps, strict=True))
                 if logp >= enough
             ]
             born[b].extend(new)
@@ -243,10 +245,11 @@ def _children(
         scores[noisy] += g[[place[key] for key in keys]]
     best, picked = _largest(scores, max(widths))  # [F, C]
     total = log_total(scores, trust)[:, None]
-    logps = (best * trust - total).tolist()  # NaN throughout where the best is not finite
+    # NaN throughout where the best is not finite.
+    logps = cast(list[list[float]], (best * trust - total).tolist())
     counts = [
         min(width, sum(logp > -math.inf for logp in row))
-        for width, row in zip(widths, cast(list[list[float]], logps), strict=True)
+        for width, row in zip(widths, logps, strict=True)
     ]
     probs = None
     if ask.sample:

@@ -49,6 +49,12 @@ class Least(NamedTuple):
     """To be worth its row in the target's pass."""
     parent: float = 0.0
     """To be worth a pass of the draft over it, for what may come behind it."""
+    first: float = 0.0
+    """For the likeliest first token: else another scheme is asked instead."""
+
+
+ANYTHING = Least()
+"""No node is too unlikely."""
 
 
 class Grant(NamedTuple):
@@ -59,11 +65,20 @@ class Grant(NamedTuple):
     scheme: int = 0
     forced: int = 0
     """Forced tokens, in place of a draft that does not hold them."""
-    least: Least = Least()
+    least: Least = ANYTHING
+    instead: Grant | None = None
+    """What it may have of a later scheme where this one has no draft."""
+
+    @property
+    def most(self) -> int:
+        """Nodes, whoever drafts."""
+        return max(self.nodes, self.instead.nodes if self.instead else 0)
 
 
 def within(grant: Grant, seat: Seat) -> Grant:
     """As much of a budget as its sequence may have."""
+    if grant.instead:
+        grant = grant._replace(instead=within(grant.instead, seat))
     limit = seat.limits[grant.scheme]
     if grant.nodes <= limit.nodes and grant.depth <= limit.depth:
         return grant

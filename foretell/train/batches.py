@@ -23,12 +23,6 @@ _OPEN = 64
 class Batches(Protocol):
     """What a trainer reads."""
 
-    taps: tuple[int, ...]
-    hidden_size: int
-    num_tokens: int
-    """Of all texts, as far as they are used."""
-    target: str
-
     def num_batches(self, rank: int = 0, world: int = 1) -> int:
         """Batches of an epoch, the same on every rank."""
         ...

@@ -7,7 +7,6 @@ leaves a hidden directory, which the next one sweeps; the former checkpoints are
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from foretell.files import replacing
 
 _NAME = re.compile(r"step-(\d{8,})")
 _STATE, _SETTINGS = "state.pt", "settings.json"
@@ -59,20 +60,10 @@ class Checkpoints:
         """
         self.sweep()
         final = self.directory(step)
-        temporary = self.path / f".{final.name}.partial"
-        try:
-            temporary.mkdir(parents=True)
-            torch.save(state, temporary / _STATE)
-            (temporary / _SETTINGS).write_text(json.dumps(settings, indent=1) + "\n")
-            more(temporary)
-            sync(temporary)
-            if final.exists():
-                self._drop(step)
-            temporary.rename(final)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        _sync_one(self.path)
+        with replacing(final) as part:
+            torch.save(state, part / _STATE)
+            (part / _SETTINGS).write_text(json.dumps(settings, indent=1) + "\n")
+            more(part)
         for old in self.steps()[: -self.keep]:
             self._drop(old)
         return final
@@ -121,19 +112,3 @@ class Checkpoints:
         hidden = self.path / f".step-{step:08d}.removed"
         self.directory(step).rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
-
-
-def sync(directory: Path) -> None:
-    """Makes everything under a directory, and its names, outlast a loss of power."""
-    for root, _, names in os.walk(directory):
-        for name in names:
-            _sync_one(Path(root, name))
-        _sync_one(Path(root))
-
-
-def _sync_one(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

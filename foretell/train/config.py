@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
 
-from foretell.config import parse_memory
+from foretell.config import SpeculationConfig, check_range, parse_memory
+
+Format = Literal["foretell", "eagle", "speculators", "medusa"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+"""Layouts of a head: our own, that of EAGLE's and EAGLE-3's authors, and vLLM's two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,10 +25,8 @@ class PrepareConfig:
     """Stop after so many kept texts."""
 
     def __post_init__(self) -> None:
-        if self.max_len < 2:
-            raise ValueError(f"max_len={self.max_len}: must be at least 2")
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit={self.limit}: must be at least 1, or left out")
+        check_range(self, 2, None, "max_len")
+        check_range(self, 1, None, "limit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +41,7 @@ class RegenerateConfig:
     """With a row's place it decides what is drawn, whatever was interrupted."""
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens}: must be at least 1")
+        check_range(self, 1, None, "max_tokens")
         _ = self.temperatures
 
     @property
@@ -77,10 +80,8 @@ class FeaturesConfig:
 
     def __post_init__(self) -> None:
         _ = self.layers
-        if self.topk < 0:
-            raise ValueError(f"topk={self.topk}: must be 0 or more")
-        if self.max_len < 2:
-            raise ValueError(f"max_len={self.max_len}: must be at least 2")
+        check_range(self, 0, None, "topk")
+        check_range(self, 2, None, "max_len")
         _bytes("shard_size", self.shard_size)
         if self.max_disk is not None:
             _bytes("max_disk", self.max_disk)
@@ -109,6 +110,42 @@ class FeaturesConfig:
     @property
     def disk_bytes(self) -> int | None:
         return None if self.max_disk is None else _bytes("max_disk", self.max_disk)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """How the head drafts while it is measured.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    k: int = 4
+    """Draft tokens of the chain."""
+    depth: int = 5
+    """Levels of the tree."""
+    topk: int = 6
+    """Children of a tree's node, and nodes of a level that grow on."""
+    nodes: int = 20
+    """Draft tokens of the tree."""
+
+    def __post_init__(self) -> None:
+        check_range(self, 1, 63, "k", "depth", "topk", "nodes")
+        if self.topk < 2:
+            raise ValueError("topk=1 is a chain, which k measures: give the tree 2 or more")
+
+    def schemes(self, method: str, head: Path) -> dict[str, SpeculationConfig]:
+        """Chain and tree."""
+        tree = {"depth": self.depth, "topk": self.topk, "nodes": self.nodes}
+        options = {"chain": {"depth": self.k}, "tree": tree}
+        return {
+            name: SpeculationConfig(
+                method=method,
+                adaptive=False,
+                options={"model": str(head)} | {key: str(value) for key, value in own.items()},
+            )
+            for name, own in options.items()
+        }
 
 
 def _bytes(name: str, text: str) -> int:

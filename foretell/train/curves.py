@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from itertools import accumulate
 from operator import mul
 from typing import Any
+
+from markupsafe import Markup
 
 from foretell.bench.plots import Points, line_chart
 from foretell.train.metrics import Row
@@ -14,69 +17,37 @@ _POINTS = 300
 """Points of a line; of more the means of neighbours are drawn."""
 
 
-def curves(rows: list[Row]) -> list[str]:
+def curves(rows: list[Row]) -> list[Markup]:
     """Charts over steps: loss, learning rate, acceptance by draft position, τ."""
-    own = [(row["step"], row) for row in rows]
-    looks = held_out(rows)
+    own, looks = [(row["step"], row) for row in rows], held_out(rows)
     where, judged = ("held out", looks) if looks else ("training", own)
     both = {"training": own, "held out": looks} if looks else {"training": own}
+
+    def line(title: str, y: str, points: Mapping[str, Points], **axis: Any) -> Markup:
+        return line_chart(points, title, "step", y, **axis)
+
+    losses = {name: _points(of, lambda row: row["loss"]) for name, of in both.items()}
+    rates = {"learning rate": _points(own, lambda row: row.get("lr"))}
+    likeliest = f"Guesses that are the target's likeliest, {where}"
+    accepted = f"Accepted at temperature 1, {where}"
+    taus: dict[str, Points] = {
+        label: points
+        for label, key in (("greedy", "matched"), ("temperature 1", "agreed"))
+        if (points := _points(judged, lambda row, key=key: expected_tau(row.get(key))))
+    }
+    independent = "tokens a pass, positions taken as independent"
+    first = {name: _points(of, lambda row: _at(row, "matched", 0)) for name, of in both.items()}
     charts = [
-        line_chart(
-            {name: _points(of, lambda row: row["loss"]) for name, of in both.items()},
-            "Loss",
-            "step",
-            "mean over wanted tokens",
-        ),
-        line_chart(
-            {"learning rate": _points(own, lambda row: row.get("lr"))},
-            "Learning rate",
-            "step",
-            "",
-            low=0,
-        ),
-        line_chart(
-            _by_position(judged, "matched"),
-            f"Guesses that are the target's likeliest, {where}",
-            "step",
-            "by draft position",
-            low=0,
-            high=1,
-            percent=True,
-        ),
-        line_chart(
-            _by_position(judged, "agreed"),
-            f"Accepted at temperature 1, {where}",
-            "step",
-            "by draft position",
-            low=0,
-            high=1,
-            percent=True,
-        ),
-        line_chart(
-            {
-                label: points
-                for label, key in (("greedy", "matched"), ("temperature 1", "agreed"))
-                if (points := _points(judged, lambda row, key=key: expected_tau(row.get(key))))
-            },
-            f"τ that a chain would reach, {where}",
-            "step",
-            "tokens a pass, positions taken as independent",
-            low=1,
-        ),
-        line_chart(
-            {
-                name: _points(of, lambda row: _first(row.get("matched")))
-                for name, of in both.items()
-            },
-            "First guess: training and held out",
-            "step",
-            "the target's likeliest",
-            low=0,
-            high=1,
-            percent=True,
-        ),
+        line("Loss", "mean over wanted tokens", losses),
+        line("Learning rate", "", rates, low=0),
+        line(likeliest, "by draft position", _by_position(judged, "matched"), percent=True),
+        line(accepted, "by draft position", _by_position(judged, "agreed"), percent=True),
+        line(f"τ that a chain would reach, {where}", independent, taus, low=1),
     ]
-    return charts if looks else charts[:-1]
+    if looks:
+        title = "First guess: training and held out"
+        charts.append(line(title, "the target's likeliest", first, percent=True))
+    return charts
 
 
 def expected_tau(accepted: list[float] | None) -> float | None:
@@ -95,15 +66,13 @@ def held_out(rows: list[Row]) -> list[tuple[int, Row]]:
 def _by_position(rows: list[tuple[int, Row]], key: str) -> dict[str, Points]:
     depth = max((len(row.get(key) or ()) for _, row in rows), default=0)
     return {
-        f"position {i + 1}": _points(
-            rows, lambda row, i=i: row[key][i] if len(row.get(key) or ()) > i else None
-        )
-        for i in range(depth)
+        f"position {i + 1}": _points(rows, lambda row, i=i: _at(row, key, i)) for i in range(depth)
     }
 
 
-def _first(values: list[float] | None) -> float | None:
-    return values[0] if values else None
+def _at(row: Row, key: str, i: int) -> float | None:
+    values = row.get(key) or ()
+    return values[i] if len(values) > i else None
 
 
 def _points(rows: list[tuple[int, Row]], of: Any) -> list[tuple[float, float]]:

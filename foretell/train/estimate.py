@@ -9,67 +9,19 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
 
 import torch
+from rich.filesize import decimal
 
+from foretell.bench.roofline import GPUS
 from foretell.models.config import ModelConfig
 from foretell.models.frozen import FrozenTarget
 from foretell.models.hub import resolve
 from foretell.models.loader import open_source
 from foretell.models.trainable_files import new_head
 from foretell.spec.training import Rule
-from foretell.train.fit_config import FitConfig
+from foretell.train.fit_config import FitConfig, Machine
 from foretell.train.metrics import span
-
-Device = Literal["cpu", "a100", "h100", "h200", "b200"]
-
-_PEAKS: dict[str, tuple[float, float]] = {
-    "a100": (312e12, 2.0e12),
-    "h100": (989e12, 3.35e12),
-    "h200": (989e12, 4.8e12),
-    "b200": (2250e12, 8.0e12),
-}
-"""Dense bf16 operations a second and bytes of memory a second, as their makers state them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """What `--dry-run` reckons with."""
-
-    tokens: float | None = None
-    """--dry-run: tokens of all texts, such as 5e8; those of the features if not given."""
-    world: int = 1
-    """--dry-run: processes, each with a device."""
-    device: Device = "cpu"
-    """--dry-run: which device; cpu measures this one."""
-    flops: float | None = None
-    """--dry-run: its operations a second, in place of the device's."""
-    bandwidth: float | None = None
-    """--dry-run: its memory's bytes a second, in place of the device's."""
-    utilisation: float = 0.35
-    """--dry-run: part of those operations that a training step reaches."""
-
-    def __post_init__(self) -> None:
-        if self.device not in get_args(Device):
-            raise ValueError(f"device={self.device!r}: choose one of {', '.join(get_args(Device))}")
-        for name in ("tokens", "flops", "bandwidth"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name}={value}: must be above 0")
-        if self.world < 1:
-            raise ValueError(f"world={self.world}: must be at least 1")
-        if not 0 < self.utilisation <= 1:
-            raise ValueError(f"utilisation={self.utilisation}: must be above 0 and at most 1")
-
-    def peaks(self) -> tuple[float, float]:
-        """Operations and bytes of memory a second that a step reaches."""
-        if self.device == "cpu" and not (self.flops and self.bandwidth):
-            flops, bandwidth = measured_peaks()
-        else:
-            flops, bandwidth = _PEAKS.get(self.device, (0.0, 0.0))
-            flops *= self.utilisation
-        return self.flops or flops, self.bandwidth or bandwidth
 
 
 @dataclass(frozen=True)
@@ -223,7 +175,7 @@ def estimate(
     per_epoch = max(1, round(learnt / batch / ranks))
     num_steps = config.num_steps(per_epoch)
     seen = num_steps * config.accumulate * ranks * batch
-    flops, bandwidth = machine.peaks()
+    flops, bandwidth = peaks(machine)
     moved = 30 * weights * num_steps / shared  # AdamW reads and writes all of its state
     moved += seen / ranks * steps * known * 4 * 10  # passes over laws
     reading = 2 * sizes.active + 2 * model.num_layers * config.max_len * hidden  # operations
@@ -246,6 +198,16 @@ def estimate(
         feature_seconds=tokens * reading / flops / ranks,
         fit_seconds=seen * each / flops / ranks + moved / bandwidth,
     )
+
+
+def peaks(machine: Machine) -> tuple[float, float]:
+    """Operations and bytes of memory a second that a step reaches."""
+    if machine.device == "cpu" and not (machine.flops and machine.bandwidth):
+        flops, bandwidth = measured_peaks()
+    else:
+        bandwidth, flops = GPUS.get(machine.device.upper(), (0.0, 0.0))
+        flops *= machine.utilisation
+    return machine.flops or flops, machine.bandwidth or bandwidth
 
 
 def measured_peaks(seconds: float = 0.2) -> tuple[float, float]:
@@ -294,11 +256,7 @@ def describe(e: Estimate, config: FitConfig, machine: Machine, tokens: float) ->
 
 def size(count: float) -> str:
     """Bytes as people say them: 3.4 MB, 1.2 TB."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if count < 1000 or unit == "TB":
-            break
-        count /= 1000
-    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+    return decimal(int(count))
 
 
 def _count(number: float) -> str:

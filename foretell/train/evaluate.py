@@ -4,16 +4,15 @@ has never seen. `foretell train evaluate`."""
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
+from foretell.bench.arms import open_llms
 from foretell.bench.environment import environment
-from foretell.bench.report import Line, broken_promises, summarize
+from foretell.bench.report import Line, broken_promises, histogram, say, show_tables, summarize
 from foretell.bench.run import (
     PLAIN,
     Arm,
@@ -30,14 +29,14 @@ from foretell.bench.workloads import (
     pick,
     read_workload,
 )
-from foretell.config import EngineConfig, SpeculationConfig
+from foretell.config import EngineConfig
 from foretell.llm import LLM
 from foretell.progress import progress_bar
 from foretell.sequence import SamplingParams
 from foretell.terminal import Origins
 from foretell.train.agreement import Agreement, agreement
+from foretell.train.config import EvaluateConfig
 from foretell.train.head_files import method_of
-from foretell.train.settings import EvaluateConfig
 
 TEMPERATURES = (0.0, 1.0)
 SAMPLES = 6
@@ -105,8 +104,7 @@ def evaluate(
     Args:
         run: the run's directory.
         bench: as `foretell.bench`; its temperature is not looked at.
-        engine: target, weights and limits; its own speculation is not looked at, the prefix cache
-            is always off.
+        engine: target, weights and limits, see `open_llms`.
         head: the head's directory; by default the run's own.
         prompts: held-out prompts as `foretell.bench.workloads.parse` reads them; by default our own
             workload.
@@ -123,7 +121,7 @@ def evaluate(
     out = run / "evaluation.json"
     run.mkdir(parents=True, exist_ok=True)
     check_writable(out)
-    llms = _open(config.schemes(method, head), engine, bench.batch)
+    llms = open_llms(config.schemes(method, head), engine, bench.batch)
     arms = [Arm(PLAIN, next(iter(llms.values())), speculate=False)]
     arms += [Arm(name, llm) for name, llm in llms.items()]
 
@@ -155,32 +153,7 @@ def evaluate(
     return result
 
 
-def _open(
-    schemes: dict[str, SpeculationConfig], engine: EngineConfig, batch: int
-) -> dict[str, LLM]:
-    """One engine a scheme over one target, with room for what runs at once."""
-    slots = max(batch, engine.max_num_seqs)
-    # Whoever comes second would find the prompt's pages in the cache and win every prefill.
-    engine = engine.with_(
-        prefix_caching=False,
-        max_num_seqs=slots,
-        max_num_batched_tokens=max(slots, engine.max_num_batched_tokens),
-    )
-    options = {each.name: getattr(engine, each.name) for each in fields(engine)}
-    del options["model"], options["speculation"]
-    llms: dict[str, LLM] = {}
-    for name, speculation in schemes.items():
-        target = next(iter(llms.values())).target if llms else engine.model
-        llms[name] = LLM(target, speculation=speculation, **options)
-    return llms
-
-
 def _add(result: Evaluation, temperature: float, measurement: Measurement, arms: list[Arm]) -> None:
-    if not measurement.answers and measurement.complete:
-        raise ValueError(
-            "nothing was measured: no prompt fits into the context with its answer; lower "
-            "max_tokens or take other prompts"
-        )
     if measurement.answers:
         result.lines[temperature] = summarize(measurement, arms)
     if not measurement.complete:
@@ -253,35 +226,13 @@ def cumulative(line: Line) -> list[float]:
 
 
 def show(result: Evaluation, console: Console) -> None:
-    """Two tables: what it is worth, and where drafts end."""
-    worth = _table("temp", "draft", "τ", "plain\ntok/s", "tok/s", "speed-up", "same text")
-    where = _table("temp", "draft", "accepted of those\nthat got there, %", "of all drafts, %")
-    for temperature, line in result.totals():
-        head = (f"{temperature:g}", line.scheme)
-        worth.add_row(
-            *head,
-            f"{line.tau:.2f}",
-            f"{line.plain_speed:.1f}",
-            f"{line.speed:.1f}",
-            f"{line.speedup:.2f}x",
-            f"{line.num_identical}/{line.num_answers}",
-        )
-        where.add_row(*head, _percent(line.acceptance), _percent(cumulative(line)))
-    console.print(worth)
-    console.print(where)
-    console.print(str(result.agreement), markup=False, highlight=False, soft_wrap=True)
-    if not result.valid:
-        console.print("NOT VALID:", markup=False, highlight=False)
-    for problem in result.problems:
-        console.print(f"  {problem}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 1 else "right", no_wrap=True)
-    return table
-
-
-def _percent(shares: list[float]) -> str:
-    return " ".join(f"{100 * share:.0f}" for share in shares) or "-"
+    """What it is worth and where drafts end, as `foretell bench` shows it."""
+    lines = [
+        replace(line, category=line.scheme, scheme=f"temperature {temperature:g}")
+        for temperature, line in result.totals()
+    ]
+    show_tables(lines, console)
+    named = [replace(line, scheme=f"{line.category}, {line.scheme}") for line in lines]
+    said = [histogram(named), str(result.agreement), *(["NOT VALID:"] if result.problems else [])]
+    for text in (*said, *(f"  {problem}" for problem in result.problems)):
+        say(console, text)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,11 +11,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from foretell.files import replacing
 from foretell.models.checkpoint import read_json
 from foretell.models.head_reader import open_tensors
+from foretell.models.hub import resolve
+from foretell.models.loader import open_source
+from foretell.train.config import FORMATS, Format
 from foretell.train.head_files import HeadFiles, read_head
 from foretell.train.layouts import Rows, eagle_layout, medusa_layout, speculators_layout
-from foretell.train.settings import FORMATS, Format
 
 DTYPES = {"": None, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 _BESIDE = ("token_ranking.json", "token_ids.pt", "README.md", "LICENSE")
@@ -88,45 +89,19 @@ def write_head(
     Raises:
         ValueError: the place is taken by something else, or cannot be written.
     """
-    if path.exists() and not (path / "config.json").is_file() and not _is_empty(path):
+    if path.exists() and not (path / "config.json").is_file() and any(path.iterdir()):
         raise ValueError(f"{path}: exists and is no head; name another directory")
-    part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        part.mkdir(parents=True)
-        (part / "config.json").write_text(json.dumps(dict(settings), indent=2) + "\n", "utf-8")
-        for name, content in (beside or {}).items():
-            (part / name).write_bytes(content)
-        # Tensors that share memory, a tied lm_head, would be refused.
-        own = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-        own = {name: tensor.contiguous() for name, tensor in own.items()}
-        save_file(own, part / "model.safetensors", metadata={"format": "pt"})
-        (part / "model.safetensors").chmod(0o644)  # it is written for its owner alone
-        for file in part.iterdir():
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
-        _replace(part, path)
+        with replacing(path) as part:
+            (part / "config.json").write_text(json.dumps(dict(settings), indent=2) + "\n", "utf-8")
+            for name, content in (beside or {}).items():
+                (part / name).write_bytes(content)
+            # Tensors that share memory, a tied lm_head, would be refused.
+            own = {n: tensor.detach().cpu().clone().contiguous() for n, tensor in tensors.items()}
+            save_file(own, part / "model.safetensors", metadata={"format": "pt"})
+            (part / "model.safetensors").chmod(0o644)  # it is written for its owner alone
     except OSError as error:
         raise ValueError(f"{path}: cannot be written ({error.strerror or error})") from None
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-
-
-def _is_empty(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
-
-
-def _replace(part: Path, path: Path) -> None:
-    """Puts a finished directory in place of an older one, which stays if that fails."""
-    old = path.with_name(f".{path.name}.{os.getpid()}.old")
-    if path.exists():
-        path.rename(old)
-    try:
-        part.rename(path)
-    except OSError:
-        if old.exists():
-            old.rename(path)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def target_rows(model: str) -> Rows:
@@ -137,9 +112,6 @@ def target_rows(model: str) -> Rows:
     """
 
     def rows(ids: Tensor | None) -> Tensor:
-        from foretell.models.hub import resolve
-        from foretell.models.loader import open_source
-
         source, config = open_source(resolve(model))
         name = "lm_head.weight" if "lm_head.weight" in source.shapes else _EMBEDDING
         weight = source.read(name)[: config.vocab_size]
@@ -149,15 +121,3 @@ def target_rows(model: str) -> Rows:
 
 
 _EMBEDDING = "model.embed_tokens.weight"
-
-
-def architecture_of(model: str) -> str:
-    """The class that Transformers gives a target, by its config."""
-    from foretell.models.hub import resolve
-
-    path = resolve(model)
-    if path.is_dir():
-        named = read_json(path / "config.json").get("architectures")
-        if isinstance(named, list) and named:
-            return str(named[0])
-    return "LlamaForCausalLM"

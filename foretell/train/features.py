@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from foretell.config import EngineConfig
+from foretell.files import alone
 from foretell.llm import LLM
 from foretell.progress import progress_bar
 from foretell.train.batches import PackedBatches, Text
 from foretell.train.config import FeaturesConfig
-from foretell.train.files import alone, target_digest
+from foretell.train.files import target_digest
 from foretell.train.recorder import Recorded, open_recorder, record
 from foretell.train.regenerate import check_target
-from foretell.train.samples import Sample, read_samples
+from foretell.train.samples import Sample, read_samples, texts_of
 from foretell.train.store import Index, StoredTexts, write_shard
 
 _DIRECTORY = "features"
@@ -110,18 +113,13 @@ def plan_features(
         ValueError: no texts, features of another kind in the way, or too little disk.
     """
     check_target(run, engine_config.model)
-    directory, answers = run / _DIRECTORY, run / "answers.jsonl"
-    source = answers if answers.exists() else run / "samples.jsonl"
-    if not source.exists():
-        raise ValueError(f"{source} is missing: make it with foretell train prepare --run {run}")
-    own = {"model", "speculation", "prefix_caching", "max_model_len"}
-    names = set(EngineConfig.__dataclass_fields__) - own
+    directory, source = run / _DIRECTORY, texts_of(run)
     llm, max_len = open_recorder(
         engine_config.model,
         taps=config.layers,
         topk=config.topk,
         max_len=config.max_len,
-        **{name: getattr(engine_config, name) for name in names},
+        **engine_config.options("model", "speculation", "prefix_caching", "max_model_len"),
     )
     index = Index(
         target=engine_config.model,
@@ -229,11 +227,7 @@ def _add(digest: Any, text: Sample) -> None:
 
 def _fitting(texts: list[Sample], tokens: int) -> int:
     """How many of the first texts have no more tokens than that."""
-    for count, text in enumerate(texts):
-        tokens -= len(text.tokens)
-        if tokens < 0:
-            return count
-    return len(texts)
+    return bisect(list(accumulate(len(text.tokens) for text in texts)), tokens)
 
 
 def _check_disk(directory: Path, plan: Plan) -> None:

@@ -1,49 +1,22 @@
-"""Files of a run: whole after a kill at any moment, and named where a disk is full."""
+"""Files of a run: rows that outlive a kill at any moment, and what tells targets apart."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
+from foretell.files import named, write_whole
 from foretell.models.hub import resolve
 from foretell.models.loader import open_source
 
 _SAMPLE = 1 << 20
 """Bytes of a file's start and end that go into its digest: whole files take minutes to read."""
-
-
-@contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Errors of writing say which file it was."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror or str(error), str(path)) from None
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Writes beside the final place, syncs and renames: nobody ever reads half a file.
-
-    Raises:
-        OSError: the place cannot be written or is full; what was there before still is.
-    """
-    part = path.with_name(f".{path.name}.part")
-    with _named(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with part.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -61,17 +34,15 @@ class Lines:
     """
 
     def __init__(self, path: Path) -> None:
-        import fcntl
-
         self.path = path
-        with _named(path):
+        with named(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab", buffering=0)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ValueError(f"{path}: another process is writing to it; wait or stop it") from None
-        self._size = _whole_lines(path)
+        self._size = sum(len(line) for _, line in read_lines(path))
         self._file.truncate(self._size)
 
     def append(self, row: dict[str, Any]) -> None:
@@ -80,7 +51,7 @@ class Lines:
             OSError: the disk is full; the file ends with the line before.
         """
         line = json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
-        with _named(self.path):
+        with named(self.path):
             try:
                 written = self._file.write(line)
                 if written != len(line):  # the rest says why there is no more room
@@ -96,41 +67,9 @@ class Lines:
     def __exit__(
         self, kind: type[BaseException] | None, value: object, trace: TracebackType | None
     ) -> None:
-        with _named(self.path):
+        with named(self.path):
             os.fsync(self._file.fileno())
             self._file.close()
-
-
-def alone(directory: Path) -> TextIO:
-    """A lock on a directory, held until the file that is returned is closed or the process ends.
-
-    Raises:
-        ValueError: another process holds it.
-    """
-    import fcntl
-
-    directory.mkdir(parents=True, exist_ok=True)
-    file = (directory / ".lock").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise ValueError(f"{directory}: another process writes there; wait or stop it") from None
-    return file
-
-
-def _whole_lines(path: Path) -> int:
-    """Bytes up to and including the last line break."""
-    with path.open("rb") as file:
-        at = file.seek(0, os.SEEK_END)
-        while at > 0:
-            start = max(0, at - _SAMPLE)
-            file.seek(start)
-            last = file.read(at - start).rfind(b"\n")
-            if last >= 0:
-                return start + last + 1
-            at = start
-    return 0
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -139,12 +78,6 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
         for number, line in enumerate(file, 1):
             if line.endswith(b"\n"):
                 yield number, line
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def target_digest(model: str) -> str:

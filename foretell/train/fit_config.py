@@ -1,15 +1,17 @@
-"""How a head is fitted: every setting with its default, and which of them shape the result."""
+"""How a head is fitted and what is reckoned beforehand: every setting with its default, and which
+of them shape the result."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from foretell.config import MAX_THREADS
+from foretell.config import MAX_THREADS, check_choice, check_range
 from foretell.spec.training import Divergence, Rule
 
+Device = Literal["cpu", "a100", "h100", "h200", "b200"]
 Autocast = Literal["auto", "bf16", "off"]
 Method = Literal["eagle", "eagle3", "mtp", "medusa"]
 _RULE = tuple(field.name for field in dataclasses.fields(Rule))
@@ -93,32 +95,24 @@ class FitConfig:
     """Seconds after which a rank that waits for a dead one gives up."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "layers", "heads", "accumulate", "save_every", "keep", "log_every")
-        _at_least(self, 1, "validate_every", "timeout")
-        if self.method not in get_args(Method):
-            raise ValueError(f"method={self.method!r}: choose one of {', '.join(get_args(Method))}")
-        if self.autocast not in get_args(Autocast):
-            raise ValueError(f"autocast={self.autocast!r}: choose one of auto, bf16, off")
-        if not (math.isfinite(self.lr) and self.lr > 0):
-            raise ValueError(f"lr={self.lr}: must be above 0; 1e-3 is common for a small head")
+        check_range(self, 1, None, *("layers", "heads", "accumulate", "save_every", "keep"))
+        check_range(self, 1, None, *("log_every", "validate_every", "timeout", "batch_tokens"))
+        check_range(self, 1, None, "max_steps")
+        check_range(self, 1, MAX_THREADS, "threads")
+        check_range(self, 4, None, "max_len")
+        check_range(self, 0, None, "weight_decay")
+        check_range(self, 0, 0.5, "held_out")
+        check_choice(self, "method", Method)
+        check_choice(self, "autocast", Autocast)
         for name in ("beta1", "beta2", "ema", "warmup"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be from 0 to below 1")
-        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
-            raise ValueError(f"weight_decay={self.weight_decay}: must be 0 or more")
+        for name in ("lr", "epochs"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise ValueError(f"{name}={getattr(self, name)}: must be above 0")
         if not self.clip > 0:
             raise ValueError(f"clip={self.clip}: must be above 0; inf never clips")
-        if not (math.isfinite(self.epochs) and self.epochs > 0):
-            raise ValueError(f"epochs={self.epochs}: must be above 0")
-        if self.max_steps is not None:
-            _at_least(self, 1, "max_steps")
-        _at_least(self, 4, "max_len")
-        _at_least(self, 1, "batch_tokens")
-        if not 0 <= self.held_out <= 0.5:
-            raise ValueError(f"held_out={self.held_out}: must be from 0 to 0.5")
         self.rule(Rule())
-        if self.threads is not None and not 1 <= self.threads <= MAX_THREADS:
-            raise ValueError(f"threads={self.threads}: must be from 1 to {MAX_THREADS}")
 
     def num_steps(self, batches: int) -> int:
         """Optimiser steps of the whole run, with so many batches of each rank in an epoch."""
@@ -145,7 +139,28 @@ class FitConfig:
         return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
-def _at_least(config: FitConfig, least: int, *names: str) -> None:
-    for name in names:
-        if getattr(config, name) < least:
-            raise ValueError(f"{name}={getattr(config, name)}: must be {least} or more")
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What `--dry-run` reckons with."""
+
+    tokens: float | None = None
+    """--dry-run: tokens of all texts, such as 5e8; those of the features if not given."""
+    world: int = 1
+    """--dry-run: processes, each with a device."""
+    device: Device = "cpu"
+    """--dry-run: which device; cpu measures this one."""
+    flops: float | None = None
+    """--dry-run: its operations a second, in place of the device's."""
+    bandwidth: float | None = None
+    """--dry-run: its memory's bytes a second, in place of the device's."""
+    utilisation: float = 0.35
+    """--dry-run: part of those operations that a training step reaches."""
+
+    def __post_init__(self) -> None:
+        check_choice(self, "device", Device)
+        check_range(self, 1, None, "world")
+        for name in ("tokens", "flops", "bandwidth", "utilisation"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value}: must be above 0")
+        check_range(self, 0, 1, "utilisation")

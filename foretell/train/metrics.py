@@ -1,17 +1,17 @@
-"""What a run says about itself: sums over tokens, rows of metrics.jsonl, a bar."""
+"""What a run says about itself: sums over tokens and rows of metrics.jsonl."""
 
 from __future__ import annotations
 
 import json
-import os
-import sys
-import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from foretell.files import write_whole
 from foretell.spec.training import Loss, TrainingBatch
 from foretell.train.parallel import Ranks
 
@@ -80,38 +80,33 @@ class Tally:
         return row
 
 
-class Metrics:
-    """fit/metrics.jsonl, and TensorBoard's event files where that package is installed.
+@contextmanager
+def metrics_file(directory: Path, step: int) -> Iterator[Callable[[Row], None]]:
+    """Yields what writes a row to metrics.jsonl, and to TensorBoard's event files where that
+    package is installed.
 
     Args:
         step: rows of later steps are dropped: they are made again.
     """
+    path, board = directory / "metrics.jsonl", None
+    kept = [row for row in read_rows(path) if row["step"] <= step]
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in kept).encode())
+    if find_spec("tensorboard"):
+        from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, directory: Path, step: int) -> None:
-        self.path = directory / "metrics.jsonl"
-        directory.mkdir(parents=True, exist_ok=True)
-        kept = [row for row in read_rows(self.path) if row["step"] <= step]
-        temporary = self.path.with_suffix(".partial")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        os.replace(temporary, self.path)
-        self._file = self.path.open("a")
-        self._board: Any = None
-        if find_spec("tensorboard"):
-            from torch.utils.tensorboard import SummaryWriter
+        board = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
 
-            self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
-
-    def write(self, row: Row) -> None:
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
-        if self._board is not None:
+    def write(row: Row) -> None:
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+        if board is not None:
             for name, value in _flat(row).items():
-                self._board.add_scalar(name, value, row["step"])
+                board.add_scalar(name, value, row["step"])
 
-    def close(self) -> None:
-        self._file.close()
-        if self._board is not None:
-            self._board.close()
+    with path.open("a") as file:
+        yield write
+    if board is not None:
+        board.close()
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -143,52 +138,10 @@ def _flat(row: Row, prefix: str = "") -> dict[str, float]:
     return out
 
 
-class Display:
-    """A bar with the time left on a terminal; elsewhere a line at most every ten seconds."""
-
-    def __init__(self, total: int, step: int, *, shown: bool = True) -> None:
-        self.total, self.first, self.step = total, step, step
-        self.shown = shown
-        self._start = self._said = time.monotonic()
-        self._bar: Any = None
-        if shown and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-            self._bar = Progress(
-                TextColumn("fit"), BarColumn(), MofNCompleteColumn(),
-                TextColumn("{task.description}"), console=Console(stderr=True),
-            )  # fmt: skip
-            self._task = self._bar.add_task("", total=total, completed=step)
-            self._bar.start()
-
-    def say(self, step: int, row: Row) -> None:
-        """After a step; ``row`` holds loss and, where the scheme counts it, agreed."""
-        self.step = step
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, description=self._text(row))
-        elif self.shown and (time.monotonic() - self._said > 10 or step == self.total):
-            self._said = time.monotonic()
-            print(f"fit {step}/{self.total}  {self._text(row)}", file=sys.stderr, flush=True)
-
-    def note(self, text: str) -> None:
-        """A line of its own."""
-        if self._bar is not None:
-            self._bar.console.print(text, highlight=False)
-        elif self.shown:
-            print(text, file=sys.stderr, flush=True)
-
-    def _text(self, row: Row) -> str:
-        each = (time.monotonic() - self._start) / max(1, self.step - self.first)
-        words = [f"loss {row['loss']:.3f}"]
-        if row.get("agreed"):
-            words.append("accept " + " ".join(f"{a:.2f}" for a in row["agreed"][:4]))
-        words.append(f"{span((self.total - self.step) * each)} left at {each:.2f} s a step")
-        return "  ".join(words)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+def brief(row: Row) -> str:
+    """Loss and, where the scheme counts it, acceptance by draft position."""
+    agreed = " ".join(f"{share:.2f}" for share in row.get("agreed", ())[:4])
+    return f"loss {row['loss']:.3f}" + (f"  accept {agreed}" if agreed else "")
 
 
 def span(seconds: float) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from foretell.files import alone, sha256, write_whole
 from foretell.models.hub import resolve
 from foretell.models.loader import open_source
 from foretell.models.tokenizer import Tokenizer
@@ -22,7 +23,7 @@ from foretell.train.conversations import (
     encode_text,
     read_conversation,
 )
-from foretell.train.files import alone, file_digest, target_digest, write_json, write_whole
+from foretell.train.files import target_digest, write_json
 from foretell.train.samples import Sample
 
 _NAMED = 5
@@ -196,6 +197,6 @@ def _write(config: PrepareConfig, run: Path, out: Prepared) -> None:
                 reason: {"rows": len(rows), "first": list(itertools.islice(rows, _NAMED))}
                 for reason, rows in out.dropped.items()
             },
-            "sha256": file_digest(samples),
+            "sha256": sha256(samples),
         },
     )

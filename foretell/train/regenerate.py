@@ -12,13 +12,14 @@ from typing import Any
 
 from foretell.config import EngineConfig
 from foretell.engine.engine import Engine
+from foretell.files import sha256
 from foretell.llm import LLM
 from foretell.models.checkpoint import read_json
 from foretell.progress import progress_bar
 from foretell.sequence import FinishReason, SamplingParams, Sequence
 from foretell.train.config import RegenerateConfig
 from foretell.train.drive import drive
-from foretell.train.files import Lines, file_digest, read_lines, target_digest, write_json
+from foretell.train.files import Lines, read_lines, target_digest, write_json
 from foretell.train.samples import Sample, read_samples
 
 
@@ -107,7 +108,7 @@ def regenerate(engine_config: EngineConfig, config: RegenerateConfig, run: Path)
         "seed": config.seed,
     }
     _check_settings(path, settings)
-    llm = LLM(**{name: getattr(engine_config, name) for name in EngineConfig.__dataclass_fields__})
+    llm = LLM(**engine_config.options())
     todo = list(read_samples(samples, llm.engine.runtime.vocab_size))
     out = Answers(len(todo))
     with Lines(path) as lines:
@@ -143,7 +144,7 @@ def _check_samples(run: Path, model: str) -> str:
     if not samples.exists():
         raise ValueError(f"{samples} is missing: make it with foretell train prepare --run {run}")
     check_target(run, model)
-    digest = file_digest(samples)
+    digest = sha256(samples)
     if read_json(run / "samples.json").get("sha256") != digest:
         raise ValueError(f"{samples} is not what samples.json tells of: run prepare again")
     return digest

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from html import escape
-from importlib import resources
 from pathlib import Path
-from string import Template
+from typing import Any
 
-from foretell.bench.plots import STYLE, bar_chart, line_chart
+from jinja2 import TemplateError
+from markupsafe import Markup
+
+from foretell.bench.environment import told
+from foretell.bench.page import render
+from foretell.bench.plots import bar_chart, line_chart
+from foretell.files import write_whole
 from foretell.models.checkpoint import read_json
 from foretell.train.curves import curves, held_out
-from foretell.train.files import write_whole
 from foretell.train.metrics import Row, read_rows, span
 
 
@@ -32,7 +34,7 @@ def write_report(run: Path) -> Path:
     path = run / "report.html"
     try:
         html = page(run.resolve().name, rows, found)
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError, TemplateError) as error:
         if found is None:
             raise
         raise ValueError(
@@ -51,23 +53,19 @@ def page(name: str, rows: list[Row], found: Row | None) -> str:
         rows: of metrics.jsonl.
         found: evaluation.json, None if there is none.
     """
-    template = resources.files("foretell.train").joinpath("report.html").read_text("utf-8")
-    parts = [_cards(rows, found)]
-    if rows:
-        parts += ["<h2>Training</h2>", _grid(curves(rows))]
+    totals = _totals(found)
+    values: dict[str, Any] = {
+        "found": found,
+        "problems": [],
+        "curves": curves(rows) if rows else [],
+    }
     if found is not None:
-        parts += ["<h2>In the engine</h2>", _evaluation(found)]
-        if found.get("samples"):
-            parts += ["<h2>Answers</h2>", _answers(found["samples"])]
-        parts += ["<h2>Measured on</h2>", _facts(found)]
-    else:
-        parts.append("<p class=dim>Not measured yet: run <code>foretell train evaluate</code>.</p>")
-    return Template(template).substitute(
-        title=escape(f"Training {name}"),
-        style=STYLE,
-        intro=_intro(rows, found),
-        body="\n".join(parts),
-    )
+        each = [line for line in found["summary"] if line not in totals]
+        each.sort(key=lambda line: (line["temperature"], line["scheme"]))
+        values |= {"totals": totals, "categories": each, "problems": found["problems"]}
+        values |= {"charts": _charts(found, totals), "facts": _facts(found)}
+    title, intro, cards = f"Training {name}", _intro(rows, found), _cards(rows, totals)
+    return render("training.html", title=title, intro=intro, cards=cards, **values)
 
 
 def _intro(rows: list[Row], found: Row | None) -> str:
@@ -82,31 +80,21 @@ def _intro(rows: list[Row], found: Row | None) -> str:
             said.append(f"{last['tokens']:,} tokens")
         if last.get("seconds"):
             said.append(span(last["seconds"]))
-    out = f"<p class=dim>{escape(' · '.join(said))}</p>"
-    for problem in (found or {}).get("problems", []):
-        out += f"<p class=bad>Not valid: {escape(problem)}</p>"
-    return out
+    return " · ".join(said)
 
 
-def _cards(rows: list[Row], found: Row | None) -> str:
+def _cards(rows: list[Row], totals: list[Row]) -> list[tuple[str, str]]:
+    """Numbers to see first, and what they are."""
     cards: list[tuple[str, str]] = []
-    for line in _totals(found):
+    for line in totals:
         if line["temperature"] == 0:
             cards.append((f"{line['tau']:.2f}", f"τ, {line['scheme']}, greedy"))
             cards.append((f"{line['speedup']:.2f}x", f"speed-up, {line['scheme']}, greedy"))
-    if looks := held_out(rows):
-        if matched := looks[-1][1].get("matched"):
-            cards.append((f"{matched[0]:.1%}", "first guess right, held out"))
-    elif rows and rows[-1].get("matched"):
-        cards.append((f"{rows[-1]['matched'][0]:.1%}", "first guess right, training"))
-    inner = "".join(
-        f'<div class="card"><b>{escape(value)}</b><span class="dim">{escape(what)}</span></div>'
-        for value, what in cards
-    )
-    return f'<div class="cards">{inner}</div>' if cards else ""
-
-
-# ---- evaluation
+    looks = [row for _, row in held_out(rows)]
+    if (last := (looks or rows)[-1:]) and (matched := last[0].get("matched")):
+        where = "held out" if looks else "training"
+        cards.append((f"{matched[0]:.1%}", f"first guess right, {where}"))
+    return cards
 
 
 def _totals(found: Row | None) -> list[Row]:
@@ -115,120 +103,39 @@ def _totals(found: Row | None) -> list[Row]:
     return list({(line["temperature"], line["scheme"]): line for line in lines}.values())
 
 
-def _evaluation(found: Row) -> str:
-    totals = _totals(found)
-    names = {id(line): f"{line['scheme']}, {_warmth(line['temperature'])}" for line in totals}
-    charts = [
-        line_chart(
-            {
-                names[id(line)]: [(i + 1.0, share) for i, share in enumerate(line["cumulative"])]
-                for line in totals
-            },
-            "Drafts accepted up to a position",
-            "draft position",
-            "of all drafts",
-            low=0,
-            high=1,
-            percent=True,
-        ),
-        line_chart(
-            {
-                names[id(line)]: [(i + 1.0, share) for i, share in enumerate(line["acceptance"])]
-                for line in totals
-            },
-            "Accepted of those that got there",
-            "draft position",
-            "of arrivals",
-            low=0,
-            high=1,
-            percent=True,
-        ),
-    ]
-    for key, title in (("tau", "τ by category, greedy"), ("speedup", "Speed-up, greedy")):
+def _charts(found: Row, totals: list[Row]) -> list[Markup]:
+    def by_position(key: str, title: str, of: str) -> Markup:
+        series = {
+            f"{line['scheme']}, {_warmth(line['temperature'])}": list(enumerate(line[key], 1))
+            for line in totals
+        }
+        return line_chart(series, title, "draft position", of, percent=True)
+
+    def by_category(key: str, title: str, unit: str) -> Markup:
         groups: dict[str, dict[str, float]] = {}
-        for line in found.get("summary", []):
+        for line in found["summary"]:
             if line["temperature"] == 0:
                 groups.setdefault(line["category"], {})[line["scheme"]] = line[key]
-        unit = "tokens a pass" if key == "tau" else "times plain decoding"
-        charts.append(bar_chart(groups, title, unit))
-    note = f"<p class=dim>{escape(found['agreement']['says'])}</p>"
-    return _table(found) + note + _grid(charts, "charts pairs")
+        return bar_chart(groups, title, unit)
 
-
-def _table(found: Row) -> str:
-    """All prompts together, and the categories where somebody wants them."""
-    totals = _totals(found)
-    each = [line for line in found.get("summary", []) if line not in totals]
-    each.sort(key=lambda line: (line["temperature"], line["scheme"]))
-    out = _rows(totals)
-    if each:
-        out += f"<details><summary>By category</summary>{_rows(each)}</details>"
-    return out
-
-
-def _rows(lines: list[Row]) -> str:
-    columns = (
-        "drafts", "prompts", "τ", "accepted by position, %", "plain tok/s", "tok/s", "speed-up",
-        "end to end", "same text",
-    )  # fmt: skip
-    out = ["<thead><tr>", *(f"<th>{escape(name)}</th>" for name in columns), "</tr></thead><tbody>"]
-    for line in lines:
-        cells = (
-            f"{line['scheme']}, {_warmth(line['temperature'])}",
-            line["category"],
-            f"{line['tau']:.2f}",
-            " ".join(f"{100 * share:.0f}" for share in line["acceptance"][:6]) or "-",
-            f"{line['plain_speed']:.1f}",
-            f"{line['speed']:.1f}",
-            f"{line['speedup']:.2f}x",
-            f"{line['end_to_end']:.2f}x",
-            f"{line['num_identical']}/{line['num_answers']}",
-        )
-        out.append(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
-    return f'<div class="wide"><table>{"".join(out)}</tbody></table></div>'
-
-
-def _answers(samples: Iterable[Row]) -> str:
-    out = [
-        "<p class=dim>Greedy answers with the tree. <mark>Marked</mark> text was guessed by the "
-        "draft and accepted, the rest written by the target.</p>"
+    return [
+        by_position("cumulative", "Drafts accepted up to a position", "of all drafts"),
+        by_position("acceptance", "Accepted of those that got there", "of arrivals"),
+        by_category("tau", "τ by category, greedy", "tokens a pass"),
+        by_category("speedup", "Speed-up, greedy", "times plain decoding"),
     ]
-    for sample in samples:
-        prompt = " ".join(sample["prompt"].split())
-        short = prompt if len(prompt) <= 110 else f"{prompt[:109]}…"
-        text = "".join(
-            f"<mark>{escape(piece)}</mark>" if drafted else escape(piece)
-            for piece, drafted in sample["pieces"]
-        )
-        out.append(
-            f'<div class="card sample"><details><summary>{escape(short)} '
-            f"({escape(sample['category'])}, τ {sample['tau']:.2f})</summary>"
-            f'<div class="text dim">{escape(sample["prompt"])}</div></details>'
-            f'<div class="text">{text}</div></div>'
-        )
-    return "".join(out)
 
 
-def _facts(found: Row) -> str:
-    environment, engine = found["environment"], found["engine"][0]
-    facts = {
+def _facts(found: Row) -> dict[str, Any]:
+    return {
         "head": found["head"],
         "drafts": ", ".join(f"{name} {value}" for name, value in found["evaluate"].items()),
-        "weights": engine["weights"],
+        "weights": found["engine"][0]["weights"],
         "prompts": found["bench"]["prompts"],
         "longest answer": f"{found['bench']['max_tokens']} tokens",
         "batch": found["bench"]["batch"],
-        "processor": f"{environment['cpu']}, threads: {environment['threads']}",
-        "versions": ", ".join(f"{n} {v}" for n, v in environment["packages"].items()),
-        "commit": environment["commit"] or "unknown",
-        "command": environment["command"],
+        **told(found["environment"]),
     }
-    inner = "".join(f"<dt>{escape(k)}</dt><dd>{escape(str(v))}</dd>" for k, v in facts.items())
-    return f'<div class="card"><dl>{inner}</dl></div>'
-
-
-def _grid(charts: Iterable[str], kind: str = "charts") -> str:
-    return f'<div class="{kind}">{"".join(f"<div class=card>{c}</div>" for c in charts)}</div>'
 
 
 def _warmth(temperature: float) -> str:

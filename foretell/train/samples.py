@@ -51,6 +51,18 @@ class Sample:
         return row | {"given": True} if self.given else row
 
 
+def texts_of(run: Path) -> Path:
+    """The answers of a run, or its prompts as they were prepared.
+
+    Raises:
+        ValueError: there are neither.
+    """
+    for name in ("answers.jsonl", "samples.jsonl"):
+        if (run / name).exists():
+            return run / name
+    raise ValueError(f"{run / name} is missing: make it with foretell train prepare --run {run}")
+
+
 def read_samples(path: Path, vocab_size: int) -> Iterator[Sample]:
     """Rows in the order of the file; a torn last line is left out.
 

@@ -18,9 +18,10 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from foretell.files import write_whole
 from foretell.models.checkpoint import read_json
 from foretell.train.batches import Text
-from foretell.train.files import target_digest, write_json, write_whole
+from foretell.train.files import target_digest, write_json
 
 VERSION = 1
 

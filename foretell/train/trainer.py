@@ -10,33 +10,27 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
+from foretell.files import alone, replacing
+from foretell.progress import progress_bar
 from foretell.spec.training import Loss, Rule, TrainingBatch
-from foretell.train.checkpoints import Checkpoints, sync
-from foretell.train.files import alone
+from foretell.train.batches import Batches
+from foretell.train.checkpoints import Checkpoints
 from foretell.train.fit_config import FitConfig
-from foretell.train.metrics import Display, Metrics, Row, Tally
+from foretell.train.metrics import Row, Tally, brief, metrics_file
 from foretell.train.parallel import LossOf, Ranks, exchange, settle, spread
 from foretell.train.weights import Weights, rng_state, set_rng_state
-
-
-class Batches(Protocol):
-    """Where texts come from; `foretell.train.store` is one."""
-
-    def num_batches(self, rank: int = 0, world: int = 1) -> int: ...
-    def epoch(
-        self, epoch: int, *, start: int = 0, rank: int = 0, world: int = 1
-    ) -> Iterator[TrainingBatch]: ...
 
 
 @dataclass
@@ -121,33 +115,25 @@ class Trainer:
 
     def _run(self) -> None:
         place, config, total = self.place, self.config, self.total
-        metrics = Metrics(self.directory, place.step) if self.ranks.first else None
-        display = Display(total, place.step, shown=self.ranks.first)
-        try:
-            with _interruptible(self):
-                saved, feed = place.step, self._feed()
-                while place.step < total and not self._stop:
-                    norm = self._step(next(feed))
-                    row = self.window.means()
-                    display.say(place.step, row)
-                    last = place.step == total
-                    look = self.held_out and (place.step % config.validate_every == 0 or last)
-                    if look or place.step % config.log_every == 0 or last:
-                        row = self._row(row, norm, self._validate() if look else None)
-                        if metrics:
-                            metrics.write(row)
-                        if look:
-                            display.note(_validation_line(row))
-                        self.window = Tally()
-                    if place.step % config.save_every == 0 or last:
-                        self._save()
-                        saved = place.step
-                if self._stop and saved != place.step:
+        first = self.ranks.first
+        metrics = metrics_file(self.directory, place.step) if first else nullcontext(lambda _: None)
+        bar = progress_bar("fit", total, done=place.step, shown=first, lines=True)
+        with metrics as write, bar as advance, _interruptible(self):
+            feed = self._feed()
+            while place.step < total and not self._stop:
+                norm = self._step(next(feed))
+                row = self.window.means()
+                advance(1, brief(row))
+                last = place.step == total
+                look = self.held_out and (place.step % config.validate_every == 0 or last)
+                if look or place.step % config.log_every == 0 or last:
+                    held_out = self._validate() if look else None
+                    if held_out and first:
+                        print(f"step {place.step}: held out: {brief(held_out)}", file=sys.stderr)
+                    write(self._row(row, norm, held_out))
+                    self.window = Tally()
+                if place.step % config.save_every == 0 or last or self._stop:
                     self._save()
-        finally:
-            display.close()
-            if metrics:
-                metrics.close()
 
     def _feed(self) -> Iterator[list[TrainingBatch]]:
         """The batches of one optimiser step after the other, from where the run stands."""
@@ -266,14 +252,8 @@ class Trainer:
         final = self.directory / "head"
         state = self.weights.state()
         if self.ranks.first:
-            temporary = self.directory / ".step-head.partial"
-            self.checkpoints.sweep()
-            self.weights.write(temporary, state)
-            sync(temporary)
-            if final.exists():
-                final.rename(self.directory / ".step-head.removed")
-            temporary.rename(final)
-            self.checkpoints.sweep()
+            with replacing(final) as part:
+                self.weights.write(part, state)
         self.ranks.wait()
         return final
 
@@ -288,14 +268,6 @@ def multiplies_bf16(device: torch.device, wish: str = "auto") -> bool:
         getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile")
     )
     return any(check is not None and check() for check in has)
-
-
-def _validation_line(row: Row) -> str:
-    held_out = row["held_out"]
-    accepted = " ".join(f"{a:.3f}" for a in held_out.get("agreed", ()))
-    return f"step {row['step']}: held out: loss {held_out['loss']:.4f}" + (
-        f", acceptance by position {accepted}" if accepted else ""
-    )
 
 
 @contextmanager

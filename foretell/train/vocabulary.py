@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
+from foretell.files import write_whole
 from foretell.models.hub import resolve
 from foretell.models.loader import open_source
-from foretell.train.files import write_whole
-from foretell.train.samples import Sample, read_samples
+from foretell.train.samples import Sample, read_samples, texts_of
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,7 @@ def draft_vocabulary(run: Path, model: str, sizes: Sequence[int]) -> Ranking:
     for size in sizes:
         if not 1 <= size <= config.vocab_size:
             raise ValueError(f"size={size}: must be from 1 to the vocabulary's {config.vocab_size}")
-    answers = run / "answers.jsonl"
-    source = answers if answers.exists() else run / "samples.jsonl"
-    if not source.exists():
-        raise ValueError(f"{source} is missing: run foretell train prepare first")
+    source = texts_of(run)
     ranking = rank(read_samples(source, config.vocab_size), config.vocab_size)
     if not ranking.counts.any():
         raise ValueError(f"{source}: no text has an answer; run foretell train regenerate first")

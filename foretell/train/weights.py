@@ -102,7 +102,7 @@ class Weights:
 
     def write(self, path: Path, state: dict[str, dict[str, Any]]) -> None:
         """Writes the head of a gathered `state`, its running mean where there is one."""
-        path.mkdir()
+        path.mkdir(exist_ok=True)
         head = cast(Any, self.head)
         with gathered(self.head, state["ema"] or state["module"]):
             tensors = {n: t.detach().contiguous() for n, t in head.tensors().items()}

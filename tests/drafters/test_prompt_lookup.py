@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 
 from foretell.config import SpeculationConfig
 from foretell.drafters.prompt_lookup import LONGEST_PAUSE, MAX_HOPS, NgramIndex, PromptLookup
+from foretell.sequence import Sequence
 from foretell.spec.drafter import Ask
+from foretell.spec.seats import Least
 from tests.drafters.tiny import MemoryRuntime, advance, ask, chain, commit, paths, sequence
 
 
@@ -203,3 +206,24 @@ def test_a_slot_is_never_confused_with_its_former_sequence() -> None:
     assert chain(drafter.propose(ask([text], 1))) == [9]
     del text.tokens[4:]  # a text that became shorter starts anew
     assert chain(drafter.propose(ask([text], 1))) == []
+
+
+def test_a_short_match_is_drafted_where_such_matches_were_right() -> None:
+    """Whether it was drafted or not, what followed shows how often a match is right."""
+    drafter = build(ngram_max=4, patience=0)
+    least = [Least(0.6, 0.6)]
+
+    def drafts(text: Sequence) -> list[int]:
+        return chain(drafter.propose(replace(ask([text], 4), least=least)))
+
+    text = sequence([1, 2, 3, 9, 1, 2])
+    assert drafts(text) == [], "a match of two is not that good"
+    for token in range(100, 140):  # each pair comes twice, with the same token behind it
+        text.tokens += [token, token + 50, token + 100, token + 200, token, token + 50]
+        drafts(text)
+        text.tokens.append(token + 100)
+    text.tokens += [7, 300, 301, 302, 8, 300, 301]
+    (drafted,) = [drafter.propose(replace(ask([text], 4), least=least))]
+    assert chain(drafted)[:1] == [302]
+    assert drafted.chances is not None
+    assert drafted.chances[0][1] > 0.6

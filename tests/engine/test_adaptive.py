@@ -252,6 +252,20 @@ def test_what_can_be_said():
     assert limit(3, 9, 5, 2) == (3, 1)
 
 
+def test_a_path_that_is_there_may_end_in_a_plus_and_a_name(tmp_path):
+    (tmp_path / "a+b+eagle").mkdir()
+    one = SpeculationConfig.parse(f"mtp:model={tmp_path}/a+b+eagle")
+    assert one is not None
+    assert (one.options, one.also) == ({"model": f"{tmp_path}/a+b+eagle"}, ())
+    two = SpeculationConfig.parse(f"mtp:model={tmp_path}/a+b+eagle+prompt-lookup")
+    assert two is not None
+    assert one.options == two.options
+    assert [s.method for s in two.also] == ["prompt-lookup"]
+    other = SpeculationConfig.parse(f"mtp:model={tmp_path}/none+prompt-lookup")
+    assert other is not None
+    assert [s.method for s in other.also] == ["prompt-lookup"]
+
+
 def test_auto_takes_a_packaged_head_where_somebody_chooses(monkeypatch):
     monkeypatch.setattr(
         drafters, "packaged_head", lambda method, sizes: "head" if method == "eagle" else None

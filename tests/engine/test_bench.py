@@ -18,6 +18,7 @@ from foretell.bench.report import (
     histogram,
     markdown,
     percentile,
+    show_tables,
     summarize,
     tables,
 )
@@ -314,12 +315,13 @@ def test_json_is_whole_or_absent(tmp_path, monkeypatch) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", fails)
-    with pytest.raises(ValueError, match="No space left"):
+    with pytest.raises(OSError, match="No space left"):
         write_json(path, result, {})
     assert path.read_text() == before
     assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
-    with pytest.raises(ValueError, match="cannot be written"):
-        write_json(tmp_path / "no" / "out.json", result, {})
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"file/out\.json"):
+        write_json(tmp_path / "file" / "out.json", result, {})
 
 
 @contextmanager
@@ -341,7 +343,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path) -> None:
     for before in (None, "old"):
         if before:
             path.write_text(before)
-        with full_disk(100), pytest.raises(ValueError, match=r"out\.json: cannot be written"):
+        with full_disk(100), pytest.raises(OSError, match=r"out\.json"):
             write_json(path, result, {})
         assert [p.read_text() for p in tmp_path.iterdir()] == [before] * bool(before)
 
@@ -349,7 +351,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path) -> None:
 def test_a_device_is_written_to_and_never_replaced(tmp_path) -> None:
     result = measure(arms(), CONVERSATIONS, BenchConfig(max_tokens=9), room=100)
     (tmp_path / "full").symlink_to("/dev/full")
-    with pytest.raises(ValueError, match="No space left"):
+    with pytest.raises(OSError, match="No space left"):
         write_json(tmp_path / "full", result, {})
     (tmp_path / "null").symlink_to("/dev/null")
     write_json(tmp_path / "null", result, {})
@@ -386,6 +388,14 @@ def test_tables_and_histogram() -> None:
     rows = [row for row in printed if "math_reasoning" in row]
     assert [row.split()[-1] for row in rows] == ["4/4", "23456"]
     assert "100 100 100 100 100    12.3/123.4  1000.0/1000.0  12345" in rows[1]
+    for width in (40, 80):  # a file, or whatever is narrower than the table
+        console = Console(width=width, file=io.StringIO())
+        show_tables([*lines, wide], console)
+        printed = console.file.getvalue()
+        assert "…" not in printed
+        assert "accepted by depth, %" in printed
+        assert "100 100 100 100 100" in printed
+        assert console.width == width
     drawn = histogram(lines, width=10).split("\n")
     assert drawn[0] == "fast: 40 drafts, τ 1.80"
     assert drawn[1] == "  depth  1 ████████    80%  (80% of arrivals)"

@@ -13,7 +13,6 @@ import sys
 import time
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 import foretell
 from foretell import terminal
@@ -27,7 +26,6 @@ from foretell.sequence import SamplingParams, Stats
 from foretell.terminal import Origins, Screen, stats_line
 from tests import heads, tiny
 
-LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456 \n"[: tiny.VOCAB - 2]
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }} {{ m.content }}\n{% endfor %}a "
 SMALL = ["--weights=f32", "--kv-memory=8MiB", "--max-model-len=256", "--threads=1"]
 GREEDY = ["--temperature=0", "--max-tokens=24", "--ignore-eos"]
@@ -38,18 +36,7 @@ LOOKUP = "--speculation=prompt-lookup:k=4,adaptive=false"
 def model(tmp_path_factory):
     """A tiny random model whose tokens are letters."""
     path = tiny.write_model(tmp_path_factory.mktemp("model"))
-    vocabulary = {"<unk>": 0, "</s>": 1, **{letter: i for i, letter in enumerate(LETTERS, 2)}}
-    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    inner.decoder = decoders.Fuse()
-    inner.save(str(path / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-        "chat_template": TEMPLATE,
-    }
-    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    tiny.write_tokenizer(path, TEMPLATE)
     return str(path)
 
 
@@ -240,7 +227,7 @@ def test_bench_writes_a_report_and_a_trace(run, tmp_path):
 def test_raw_and_chat_differ_by_the_template(run):
     raw = json.loads(run("generate", "--raw", "abc", "--json", *GREEDY)[1])
     chat = json.loads(run("generate", "abc", "--system", "S", "--json", *GREEDY)[1])
-    decode = lambda ids: "".join(["?", "", *LETTERS][i] for i in ids)  # noqa: E731
+    decode = lambda ids: "".join(["?", "", *tiny.LETTERS][i] for i in ids)  # noqa: E731
     assert decode(raw["prompt_token_ids"]) == "abc"
     assert decode(chat["prompt_token_ids"]) == "s S\nu abc\na "
 

@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "foretell"
 LAYERS = [
-    {"progress", "config"},
+    {"progress", "config", "files"},
     {"sequence"},
     {"spec", "prompts", "answer"},
     {"attention"},

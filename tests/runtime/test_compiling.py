@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 
 import pytest
@@ -21,9 +22,9 @@ def wait(notice, said, caplog) -> None:
     deadline = time.monotonic() + 30
     while said != len(caplog.records) and time.monotonic() < deadline:
         time.sleep(0.01)
-    notice._timer and notice._timer.join()
+    notice._said and notice._said.join()
     assert [record.message for record in caplog.records] == (
-        ["compiling kernels, once on this machine"] * said
+        ["compiling kernels, once on this machine: it takes up to a minute"] * said
     )
 
 
@@ -44,6 +45,36 @@ def test_short_compiling_is_not_told(notice, caplog):
     wait(notice, 0, caplog)
     notice.on_start(None)  # and what takes long after it is
     wait(notice, 1, caplog)
+
+
+def test_one_process_compiles_while_others_wait(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(compiling, "_IDLE", 0.3)
+    first, second = compiling.Notice(tmp_path), compiling.Notice(tmp_path)
+    for _ in range(2):  # the turn is kept from one kernel to the next
+        first.on_start(None)
+        first.on_end(None)
+    begun = threading.Event()
+
+    def other() -> None:
+        second.on_start(None)
+        begun.set()
+
+    waiting = threading.Thread(target=other)
+    first.on_start(None)
+    waiting.start()
+    assert not begun.wait(0.5)
+    first.on_end(None)
+    assert begun.wait(30)
+    waiting.join()
+    told = [record.message for record in caplog.records]
+    assert told == ["another process is compiling kernels, waiting for it"]
+
+
+def test_a_place_without_a_lock_compiles_all_the_same(tmp_path):
+    for place in (None, tmp_path / "nowhere"):
+        notice = compiling.Notice(place)
+        notice.on_start(None)
+        notice.on_end(None)
 
 
 def test_numba_tells_of_what_it_compiles(monkeypatch):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from foretell.spec.acceptance import Acceptance, Outcome, ladder
 from foretell.spec.budget import Controller, FixedBudget
+from foretell.spec.choice import Choice
 from foretell.spec.costs import Costs, Terms
 from foretell.spec.seats import Grant, Limit, Seat
 from tests.spec.world import Draft, World, controller
@@ -233,6 +234,43 @@ def test_how_often_there_is_a_draft_at_all():
     assert record.expected(0)[1] < 0.4
     assert record.expected(1)[1] > 0.6
     assert record.expected(0)[0][2] > 1.5  # and if there were one, it would be right
+
+
+def test_a_path_that_ends_early_is_a_draft_that_gave_less():
+    """A level that was asked for and not drafted counts as one that was not accepted, and rows that
+    were not used are not paid for."""
+    record = Acceptance(4, 4)
+    for _ in range(400):
+        record.learn([Outcome(0, 1, 4, 1, 4)])
+        record.passed()
+    tokens, _ = record.expected(0)
+    assert tokens[3] == pytest.approx(1.0, abs=0.15)
+    assert record.filled == pytest.approx([1.0, 0.0, 0.0, 0.0], abs=0.02)
+
+
+@pytest.mark.parametrize("truth", [0.4, 1.0, 2.0])
+def test_candour_is_learnt(truth: float):
+    """Chances that are too modest, right, or too bold."""
+    rng, record = random.Random(1), Acceptance(4, 4)
+    for _ in range(6000):
+        chance = rng.uniform(0.05, 0.95)
+        record.learn_claims([(chance, rng.random() < chance**truth)])
+    assert record.candour == pytest.approx(truth, rel=0.25)
+    assert record.least(0.3) ** record.candour == pytest.approx(0.3)
+
+
+def test_drafts_must_be_likelier_where_rows_are_dearer():
+    least = []
+    for row in (0.02, 0.2):
+        world = World([good()], lambda step: 4, row=row, noise=0.0)
+        policy = controller(world)
+        world.run(300, policy)
+        seats = [Seat(slot, 200, [Limit(8, 8)], [0]) for slot in range(4)]
+        choice = Choice(policy.schemes, policy.costs, seats, 64)
+        rate, grants = choice.best(mixed=True)
+        least.append(choice.least(rate, grants)[0])
+    assert 0 < least[0].node < 0.5 * least[1].node
+    assert all(each.node < each.parent for each in least)
 
 
 def test_costs_are_learnt_in_spite_of_outliers():

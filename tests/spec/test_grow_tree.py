@@ -3,6 +3,7 @@ those of the algorithms as published."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -17,6 +18,7 @@ from foretell.spec.draft_vocab import DraftVocab
 from foretell.spec.drafter import Ask
 from foretell.spec.grow_tree import Frontier, frontier_rows, grow_tree
 from foretell.spec.noise import gumbel
+from foretell.spec.seats import Least
 from foretell.spec.tree import TokenTree, children, depths, path_to
 from foretell.spec.tree_shape import DynamicShape, TreeShape, chain, read_shape
 
@@ -380,3 +382,40 @@ def test_a_padded_draft_vocabulary_is_cut():
     assert short.probs is not None
     assert short.probs.shape[-1] == VOCAB
     assert short.probs[..., VOCAB - 12 :].eq(0).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("params", [GREEDY, WARM])
+def test_nodes_that_are_not_likely_enough_are_left_out(shape: TreeShape, params: SamplingParams):
+    """What stays is the beginning of what there would be without, and says how likely it is."""
+    for root in range(8):
+        whole, draft = grow([root], [63], shape, params), Draft([root])
+        asked = replace(ask([root], params), least=[Least(0.1, 0.2)])
+        some = grow_tree(asked, [63], draft.first, draft.step, shape, noise, DraftVocab(VOCAB))
+        some.check(VOCAB)
+        (chances,), (tokens, parents) = some.chances or [[]], some.lists()[0]
+        assert len(chances) == len(tokens)
+        assert all(chance >= 0.1 for chance in chances)
+        for node, parent in enumerate(parents[1:], 1):
+            assert chances[node] <= chances[parent]
+            assert parent == 0 or chances[parent] >= 0.2, "the draft was run on something unlikely"
+        (everything,), (ids, above) = whole.chances or [[]], whole.lists()[0]
+        paths = [tuple(ids[n] for n in path_to(above, node)) for node in range(len(ids))]
+        worth = {
+            path
+            for path, chance, parent in zip(paths, everything, above, strict=True)
+            if chance >= 0.1 and (parent <= 0 or everything[parent] >= 0.2)
+        }
+        mine = {tuple(tokens[n] for n in path_to(parents, node)) for node in range(len(tokens))}
+        assert mine >= worth  # a dynamic shape has room for more where something is left out
+
+
+def test_what_is_drawn_is_never_left_out_for_what_it_is():
+    want = ask([3], WARM, sample=True)
+    without, with_least = (
+        grow_tree(asked, [8], Draft([3]).first, Draft([3]).step, read_shape("eagle"), noise,
+                  DraftVocab(VOCAB))
+        for asked in (want, replace(want, least=[Least(0.9, 0.9)]))
+    )  # fmt: skip
+    assert same(without, 0, with_least, 0)
+    assert len(without.lists()[0][0]) == 9

@@ -87,8 +87,8 @@ class World:
             ]
             grants = policy * batch if isinstance(policy, list) else policy.choose(seats, rows)
             assert len(grants) == batch
-            assert sum(grant.nodes for grant in grants) <= rows
-            self.history.append(grants)
+            assert sum(grant.most for grant in grants) <= rows
+            self.history.append(list(grants))
             self._step(step, grants, behind, policy, rng)
         return (self.tokens - before) / (self.seconds - start)
 
@@ -97,9 +97,13 @@ class World:
         jitter = lambda: math.exp(rng.gauss(0, self.noise))  # noqa: E731
         whole, total = 0.0, len(grants)
         outcomes: list[list[Outcome]] = [[] for _ in self.drafts]
-        gained = [1] * len(grants)
+        gained, drafted = [1] * len(grants), [False] * len(grants)
         for m, draft in enumerate(self.drafts):
-            mine = [b for b, grant in enumerate(grants) if grant.scheme == m and grant.nodes]
+            now = {b: grant for b, grant in enumerate(grants) if grant.scheme == m and grant.nodes}
+            for b, grant in enumerate(grants):
+                if grant.instead and grant.instead.scheme == m and not drafted[b]:
+                    now[b] = grant.instead
+            mine = list(now)
             if not mine:
                 continue
             late = sum(behind[m][b] for b in mine)
@@ -107,19 +111,21 @@ class World:
             whole += took
             if learns:
                 policy.costs.learn_observe(m, late, took)
-            depth, nodes = max(grants[b].depth for b in mine), sum(grants[b].nodes for b in mine)
+            sizes = {b: self._size(draft, b, step, grant, rng) for b, grant in now.items()}
+            depth, nodes = max(1, *sizes.values()), sum(sizes.values())
             took = (draft.call + draft.level * depth + draft.node * nodes) * jitter()
             whole += took
             if learns:
                 policy.costs.learn_propose(m, depth, nodes, self.keys * len(mine), took)
             for b in mine:
                 behind[m][b] = 0
-                there = rng.random() < draft.found(b, step)
-                size = grants[b].nodes if there else 0
-                right = 0
+                size, right = sizes[b], 0
+                drafted[b] = size > 0
                 while right < size and rng.random() < draft.odds(b, step):
                     right += 1
-                outcomes[m].append(Outcome(b, size, size, right))
+                outcomes[m].append(Outcome(b, size, now[b].depth, right, now[b].nodes))
+                if size:
+                    self.history[-1][b] = now[b]
                 gained[b] += right
                 total += size
         took = self.target(total) * jitter()
@@ -135,6 +141,19 @@ class World:
                 late[b] = late.get(b, 0) + count
         self.seconds += whole
         self.tokens += sum(gained)
+
+    @staticmethod
+    def _size(draft, b, step, grant, rng):
+        """Nodes of a draft that knows its own odds and leaves out what is not worth it."""
+        odds = draft.odds(b, step)
+        if rng.random() >= draft.found(b, step) or odds < grant.least.first:
+            return 0
+        size = 0
+        while size < grant.nodes and odds ** (size + 1) >= grant.least.node:
+            size += 1
+            if odds**size < grant.least.parent:
+                break
+        return size
 
 
 def controller(world: World, *, calibrated: bool = True) -> Controller:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
 from foretell.config import EngineConfig
 from foretell.train.config import PrepareConfig
 from foretell.train.prepare import Prepared, prepare
 from tests import tiny
 
-LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456 \n"[: tiny.VOCAB - 2]
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }} {{ m.content }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}a {% endif %}"
@@ -22,18 +19,7 @@ TEMPLATE = (
 def write_model(path: Path, *, seed: int = 0, template: str = TEMPLATE) -> str:
     """`tests.tiny` with letters for tokens; every turn ends with its end-of-text token."""
     tiny.write_model(path, seed=seed)
-    vocabulary = {"<unk>": 0, "</s>": 1, **{letter: i for i, letter in enumerate(LETTERS, 2)}}
-    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    inner.decoder = decoders.Fuse()
-    inner.save(str(path / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-        "chat_template": template,
-    }
-    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    tiny.write_tokenizer(path, template)
     return str(path)
 
 

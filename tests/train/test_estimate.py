@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from foretell.drafters import find
 from foretell.models.frozen import FrozenTarget
 from foretell.spec.training import Rule
-from foretell.train.cli_fit import fit_head, make_head, plan
-from foretell.train.estimate import PRESETS, Machine, describe, estimate, size, sizes_of
+from foretell.train.estimate import PRESETS, describe, estimate, size, sizes_of
 from foretell.train.features import open_batches
-from foretell.train.fit_config import FitConfig
+from foretell.train.fit import fit_head, make_head, plan
+from foretell.train.fit_config import FitConfig, Machine
 from foretell.train.metrics import read_rows
 from foretell.train.store import Index
 from tests.tiny import write_model
@@ -146,5 +146,5 @@ def test_dry_run_starts_nothing(tmp_path, target):
 
 def test_sizes_are_said_as_people_do():
     assert [size(n) for n in (12, 3400, 5.5e6, 7e9, 2.46e13)] == [
-        "12 B", "3.4 kB", "5.5 MB", "7.0 GB", "24.6 TB",
+        "12 bytes", "3.4 kB", "5.5 MB", "7.0 GB", "24.6 TB",
     ]  # fmt: skip

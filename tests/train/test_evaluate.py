@@ -20,8 +20,8 @@ from foretell.models.head import Head
 from foretell.models.trainable_files import new_head
 from foretell.train import evaluate as evaluating
 from foretell.train.agreement import Agreement, agreement
+from foretell.train.config import EvaluateConfig
 from foretell.train.evaluate import evaluate, find_head, show
-from foretell.train.settings import EvaluateConfig
 from tests import heads, tiny
 
 TEXT = tiny.prompts(8, seed=5, longest=90)[-1]
@@ -141,7 +141,7 @@ PROMPTS = [
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(evaluating, "LLM", WithText)
+    monkeypatch.setattr("foretell.bench.arms.LLM", WithText)
     heads_path = tmp_path / "run" / "fit" / "head"
     written("eagle restored", heads_path)
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, PROMPTS)))
@@ -196,7 +196,7 @@ def test_chain_and_tree_are_measured_at_both_temperatures(run: Path) -> None:
 
 def test_the_tables_say_what_was_found(run: Path) -> None:
     out = io.StringIO()
-    show(evaluated(run), Console(file=out, width=80))
+    show(evaluated(run), Console(file=out, width=80, force_terminal=True, color_system=None))
     text = out.getvalue()
     assert "chain" in text
     assert "tree" in text

@@ -14,9 +14,9 @@ from torch import Tensor
 from foretell.models.frozen import FrozenTarget
 from foretell.models.trainable_files import new_head
 from foretell.train import export as exporting
+from foretell.train.config import Format
 from foretell.train.export import export, target_rows, write_head
 from foretell.train.head_files import method_of, read_head
-from foretell.train.settings import Format
 from tests import heads, tiny
 
 Head = tuple[heads.Tensors, dict[str, Any]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import namedtuple
 
@@ -12,12 +13,12 @@ from safetensors.torch import load_file
 
 from foretell.attention.reference import ReferenceAttention
 from foretell.cli import main
+from foretell.files import alone
 from foretell.models.loader import load
 from foretell.train import features as stage
 from foretell.train import store
 from foretell.train.config import FeaturesConfig
 from foretell.train.features import compute_features, open_batches, plan_features
-from foretell.train.files import alone
 from tests import tiny
 from tests.models.tiny import Cache
 from tests.train import rig
@@ -273,7 +274,7 @@ def test_too_little_disk_is_said_beforehand(model, run, monkeypatch, capsys):
 
 def test_a_disk_that_fills_up_is_one_line(model, run, capsys):
     (run / "features").mkdir()
-    (run / "features/.shard-00000.safetensors.part").symlink_to("/dev/full")
+    (run / f"features/.shard-00000.safetensors.{os.getpid()}.part").symlink_to("/dev/full")
     flags = [f"--model={model}", f"--run={run}", "--weights=f32", "--kv-memory=8MiB", "--threads=1"]
     assert main(["train", "features", *flags]) == 2
     shard = run / "features/shard-00000.safetensors"

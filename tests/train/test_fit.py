@@ -9,8 +9,8 @@ import torch
 
 from foretell.models.frozen import FrozenTarget
 from foretell.models.trainable_files import open_head
-from foretell.train.cli_fit import fit_head, split
 from foretell.train.features import open_batches
+from foretell.train.fit import fit_head, split
 from foretell.train.fit_config import FitConfig
 from foretell.train.metrics import read_rows
 from tests.tiny import write_model
@@ -70,7 +70,7 @@ def test_a_reduced_vocabulary_and_fine_tuning(tmp_path, target):
     with pytest.raises(ValueError, match="from 0 to 63"):
         fit_head(config, run)
     (run / "ids.json").write_text('{"a": 1}')
-    with pytest.raises(ValueError, match="is no list of token ids"):
+    with pytest.raises(ValueError, match="not a list of token ids"):
         fit_head(config, run)
 
 

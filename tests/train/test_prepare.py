@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 
 import pytest
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, pre_tokenizers
 
 from foretell.cli import main
+from foretell.files import alone
 from foretell.models.chat_template import ChatTemplate
 from foretell.models.hub import resolve
 from foretell.models.loader import open_source
 from foretell.models.tokenizer import Tokenizer
 from foretell.train.conversations import Dropped, encode_conversation, read_conversation
-from foretell.train.files import alone, read_lines
+from foretell.train.files import read_lines
 from tests.train import rig
 
 # In the form of the models' own: roles in headers, texts trimmed or not, a system message where
@@ -254,7 +256,7 @@ def test_limit_and_nothing_kept(model, tmp_path):
 def test_a_full_disk_is_one_line_and_leaves_what_was_there(model, tmp_path, capsys):
     rig.prepared(model, tmp_path, [{"prompt": "abc"}])
     before = (tmp_path / "samples.jsonl").read_bytes()
-    (tmp_path / ".samples.jsonl.part").symlink_to("/dev/full")
+    (tmp_path / f".samples.jsonl.{os.getpid()}.part").symlink_to("/dev/full")
     given = rig.write_rows(tmp_path / "more.jsonl", [{"prompt": "x"}])
     status = main(["train", "prepare", f"--model={model}", f"--run={tmp_path}", str(given)])
     assert status == 2

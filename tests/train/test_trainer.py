@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from foretell.files import alone
 from foretell.spec.training import Rule
-from foretell.train.files import alone
 from foretell.train.fit_config import FitConfig
 from foretell.train.metrics import read_rows
 from foretell.train.trainer import Trainer

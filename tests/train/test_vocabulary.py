@@ -32,7 +32,7 @@ def test_answers_are_ranked_and_the_rest_filled_up_from_below(model, tmp_path, c
 
 
 def test_what_cannot_be_ranked(model, tmp_path):
-    with pytest.raises(ValueError, match="run foretell train prepare first"):
+    with pytest.raises(ValueError, match="make it with foretell train prepare"):
         draft_vocabulary(tmp_path, model, [4])
     rig.write_rows(tmp_path / "samples.jsonl", [{"tokens": [3], "spans": []}])
     with pytest.raises(ValueError, match="no text has an answer"):

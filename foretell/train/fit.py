@@ -1,66 +1,35 @@
-"""`foretell train fit`: from features on disk to a head."""
+"""Fourth stage: from features on disk to a head."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import math
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from torch import Tensor
 
 from foretell.drafters import find
-from foretell.flags import from_fields
 from foretell.models.frozen import FrozenTarget
+from foretell.models.head_reader import draft_ids
 from foretell.models.trainable_files import Trainable, new_head, open_head
-from foretell.train.estimate import Machine, describe, estimate, sizes_of
-from foretell.train.fit_config import FitConfig
+from foretell.train.batches import PackedBatches
+from foretell.train.estimate import describe, estimate, sizes_of
+from foretell.train.features import open_batches
+from foretell.train.fit_config import FitConfig, Machine
 from foretell.train.parallel import Ranks, join
+from foretell.train.store import Index
 from foretell.train.trainer import Trainer, multiplies_bf16
-
-if TYPE_CHECKING:
-    from foretell.train.batches import PackedBatches
-
-
-@from_fields(FitConfig, Machine)
-def fit(
-    config: FitConfig,
-    machine: Machine,
-    run: Annotated[Path, typer.Option("--run", metavar="DIR", help="Directory of this run.")],
-    target: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="The target; the one of the features if not given."),
-    ] = None,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Begin anew: drop this run's checkpoints.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what it takes in memory, disk and time, and end.")
-    ] = False,
-) -> None:
-    """Fit a head to the features. Run it again to go on after an interruption; torchrun starts it
-    on several GPUs."""
-    if dry_run:
-        print(plan(config, machine, run, target))
-        return
-    done = fit_head(config, run, target=target, restart=restart)
-    if done is None:
-        print("saved; run it again to go on", file=sys.stderr)
-        raise typer.Exit(130)
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(f"wrote {done}")
 
 
 def fit_head(
     config: FitConfig, run: Path, *, target: str | None = None, restart: bool = False
 ) -> Path | None:
-    """What the command does, in this process or as one of several that torchrun started.
+    """Fits a head, in this process or as one of several that torchrun started.
 
     Returns:
         The finished head's directory; None: interrupted, and saved.
@@ -69,14 +38,11 @@ def fit_head(
         ValueError: no features, settings that do not fit them or an earlier part of the run, or
             a loss that is not finite.
     """
-    from foretell.train.features import open_batches
-    from foretell.train.store import Index
-
     with join(config.timeout) as ranks:
         index = Index.read(run / "features")
         target = target or index.target
         frozen = FrozenTarget.open(target)
-        ids = draft_ids(config.draft_vocab, frozen.config.vocab_size)
+        ids = draft_ids(config.draft_vocab or "", run, frozen.config.vocab_size)
         head = make_head(config, frozen, ids)
         batches = open_batches(
             run, target=target, taps=head.taps, max_len=config.max_len,
@@ -115,8 +81,6 @@ def plan(config: FitConfig, machine: Machine, run: Path, target: str | None = No
     Raises:
         ValueError: neither is there.
     """
-    from foretell.train.store import Index
-
     tokens = machine.tokens
     if target is None or tokens is None:
         if not (run / "features" / "index.json").exists():
@@ -126,7 +90,7 @@ def plan(config: FitConfig, machine: Machine, run: Path, target: str | None = No
         index = Index.read(run / "features")
         target, tokens = target or index.target, tokens or float(index.num_tokens)
     sizes = sizes_of(target)
-    ids = draft_ids(config.draft_vocab, sizes.config.vocab_size)
+    ids = draft_ids(config.draft_vocab or "", run, sizes.config.vocab_size)
     scheme: Any = find(config.method)
     bf16 = machine.device != "cpu" or multiplies_bf16(torch.device("cpu"), config.autocast)
     reckoned = estimate(
@@ -146,28 +110,6 @@ def make_head(config: FitConfig, target: FrozenTarget, ids: Tensor | None) -> Tr
     )  # fmt: skip
 
 
-def draft_ids(path: str | None, vocab_size: int) -> Tensor | None:
-    """[Vd] int64 ascending, of a JSON list of the target's token ids.
-
-    Raises:
-        ValueError: the file holds something else.
-    """
-    if path is None:
-        return None
-    try:
-        given = json.loads(Path(path).read_text())
-    except ValueError:
-        given = None
-    if not isinstance(given, list) or not given or not all(type(i) is int for i in given):
-        raise ValueError(
-            f"{path} is no list of token ids: make one with foretell train draft-vocab"
-        )
-    ids = sorted(set(given))
-    if ids[0] < 0 or ids[-1] >= vocab_size or len(ids) < len(given):
-        raise ValueError(f"{path}: token ids must differ and be from 0 to {vocab_size - 1}")
-    return torch.tensor(ids)
-
-
 def split(
     batches: PackedBatches, share: float, world: int
 ) -> tuple[PackedBatches, PackedBatches | None]:
@@ -182,8 +124,9 @@ def split(
     count = -(-count // world) * world if share else 0
     if total - count < world:
         raise ValueError(
-            f"{total} batches do not go round for {world} ranks and a held-out part: lower "
-            "--batch-tokens, or leave the held-out part out with --held-out 0"
+            f"{batches.num_tokens:,} tokens make {total} of the {world + count} batches that "
+            f"{world} process(es) and the part that is held out need: prepare more texts, lower "
+            "--batch-tokens and --max-len, or learn from all of them with --held-out 0"
         )
     if not count:
         return batches, None
