@@ -275,10 +275,15 @@ class LLM:
 
     def _drain(self) -> None:
         """Ends what was aborted. The garbage collector may close a forgotten stream in the middle
-        of a step, on the very thread that steps: then the step sees to it when it is over."""
-        with self._lock:
+        of a step, on the very thread that steps or on the one that it waits for: then the step
+        sees to it when it is over."""
+        if not self._lock.acquire(blocking=not self.engine.runtime.stream.here):
+            return
+        try:
             if not self._stepping:
                 self.engine.drain()
+        finally:
+            self._lock.release()
 
     @contextmanager
     def _flight(self, sequences: list[Sequence]) -> Generator[None]:

@@ -44,6 +44,9 @@ class Recorder:
             self._phases = []
         self._phases.append((name, start, end))
 
+    def work(self, name: str, start: float, end: float) -> None:
+        """The device's own times are not drawn."""
+
     def step(self, counts: Mapping[str, int]) -> None:
         self.steps.append(Step(self._phases, dict(counts)))
 

@@ -26,7 +26,7 @@ from foretell.models.loader import LoadedModel
 from foretell.models.trainable import TrainableHead
 from foretell.sequence import Sequence
 from foretell.spec.drafter import Ask, Commit, Drafter, DraftRuntime, Needs, run_rows
-from foretell.spec.grow_tree import Frontier, frontier_rows, grow_tree
+from foretell.spec.grow_tree import Frontier, first_tokens, frontier_rows, grow_tree
 from foretell.spec.losses import judge
 from foretell.spec.training import Loss, Rule, TrainingBatch
 from foretell.spec.tree import TokenTree, roots
@@ -81,6 +81,7 @@ class Eagle(Drafter):
     Options = HeadOptions
     options: HeadOptions
     rule = Rule(steps=3, decay=0.8, regression=0.1)
+    one_token = True
 
     def __init__(self, config: SpeculationConfig, runtime: DraftRuntime) -> None:
         super().__init__(config, runtime)
@@ -151,6 +152,32 @@ class Eagle(Drafter):
 
         noise, first = self.runtime.sampler_noise, self._logits[carried]  # [B, Vd]
         return grow_tree(ask, budgets, first, step, self.shape, noise, self.vocab)
+
+    def first(self, sequences: list[Sequence]) -> Tensor:
+        """As `propose` with one node."""
+        carried = self._logits[[sequence.slot for sequence in sequences]]  # [B, Vd]
+        tokens = first_tokens(sequences, carried, self.runtime.sampler_noise, self.vocab)
+        unready = [not self._ready(sequence) for sequence in sequences]
+        return tokens.masked_fill(torch.tensor(unready, device=tokens.device), -1)
+
+    def follow(
+        self, sequences: list[Sequence], tokens: Tensor, features: Tensor, outputs: Tensor
+    ) -> None:
+        """A row's token is what the target drew there, accepted draft or correction alike: the
+        target's rows, shifted by one."""
+        self.head.rope.reserve(self.runtime.max_model_len + 1, whole=True)
+        given = self.head.feature(features)  # [R, H]
+        logits, following = self.runtime.follow_target(self.head, tokens, given, outputs)
+        carried = [sequence.slot for sequence in sequences]
+        self._logits[carried], self._features[carried] = logits, following
+
+    def followed(self, commit: Commit) -> None:
+        for sequence, start, tokens in zip(
+            commit.sequences, commit.starts, commit.tokens, strict=True
+        ):
+            slot = self._slots.get(sequence.slot)
+            if slot is not None and slot.sequence is sequence and slot.filled == start:
+                slot.filled += len(tokens) - 1
 
     def forget(self, slots: list[int]) -> None:
         for slot in slots:

@@ -122,6 +122,10 @@ class PageCache:
         size = self.page_size
         self._observed.update(sequence.pages[start // size : end // size])
 
+    def unset_observed(self, sequence: Sequence, start: int) -> None:
+        """It has not, from position start on."""
+        self._observed.difference_update(sequence.pages[start // self.page_size :])
+
     def num_observed(self, sequence: Sequence) -> int:
         """Positions at a sequence's beginning whose pages hold the drafter's KV too."""
         for count, page in enumerate(sequence.pages):

@@ -42,6 +42,7 @@ class Choice:
     errors: dict[int, str]  # by item, where no token can be drawn
     logits: Tensor  # [O, V] float32, as the model gave them
     spans: list[Span]
+    trees: list[tuple[list[int], list[int]] | None]  # tokens and parents, one an item
 
     def logprob(self, i: int, step: int, token: int, top: int) -> Logprob:
         """Of the token that item i got at its ``step``-th place: the row of the node before it."""
@@ -51,53 +52,93 @@ class Choice:
         return log_probs(self.logits[row : row + 1], [token], [top])[0]
 
 
+@dataclass
+class Draws:
+    """What can be said of a step's draws before its logits are there."""
+
+    items: list[Item]
+    spans: list[Span]
+    tree: TokenTree  # one for each item that reaches its end
+    reached: list[int]  # those items
+    rows: list[ShapeRow]  # of their nodes, one after another
+    picked: list[int]  # the nodes' outputs
+    starts: list[int]  # each item's first place among them
+    greedy: list[bool]
+    seeds: list[int]
+    positions: list[int]
+
+
+def prepare(
+    items: list[Item], spans: list[Span], tree: TokenTree, end_ids: frozenset[int]
+) -> Draws:
+    """Settings, histories and grammar masks of each node, while the pass is under way.
+
+    Args:
+        tree: one tree for each item.
+        end_ids: the model's own end-of-text ids.
+    """
+    reached = [i for i, item in enumerate(items) if item.reaches_end]
+    if len(reached) < len(items):
+        probs = None if tree.probs is None else tree.probs[reached]
+        tree = TokenTree(tree.tokens[reached], tree.parents[reached], tree.sizes[reached], probs)
+    draws = Draws(items, spans, tree, reached, [], [], [], [], [], [])
+    for i, (tokens, parents) in zip(reached, tree.lists(), strict=True):
+        sequence, size = items[i].sequence, spans[i].num_nodes
+        draws.starts.append(len(draws.rows))
+        draws.rows.extend(tree_rows(shape_of(sequence, end_ids), tokens, parents))
+        draws.picked.extend(range(spans[i].output, spans[i].output + size))
+        draws.greedy.extend([sequence.params.greedy] * size)
+        draws.seeds.extend([sequence.seed] * size)
+        draws.positions.extend(len(sequence.tokens) + depth for depth in depths(parents))
+    return draws
+
+
+def draw_nodes(draws: Draws, logits: Tensor) -> Tensor:
+    """The target's own draw at each node [R] int64, on the device; -1 where there is none.
+
+    Args:
+        logits: [O, V] float32, rows as the spans say.
+    """
+    return draw(_shaped(draws, logits), draws.greedy, draws.seeds, draws.positions)
+
+
+def _shaped(draws: Draws, logits: Tensor) -> Tensor:
+    picked = draws.picked
+    return shape_logits(logits if len(picked) == len(logits) else logits[picked], draws.rows)
+
+
 def choose(
     rule: Verification,
-    items: list[Item],
-    spans: list[Span],
-    tree: TokenTree,
+    draws: Draws,
     logits: Tensor,
-    end_ids: frozenset[int],
     threshold: float,
+    drawn: Tensor | None = None,
 ) -> Choice:
     """Draws and verifies.
 
     Args:
-        tree: one tree for each item.
         logits: [O, V] float32, rows as the spans say.
-        end_ids: the model's own end-of-text ids.
         threshold: of the lossy rules.
+        drawn: what `draw_nodes` gave, where it was called before.
     """
-    reached = [i for i, item in enumerate(items) if item.reaches_end]
+    items, spans, tree, reached = draws.items, draws.spans, draws.tree, draws.reached
+    outcomes: list[Outcome | None] = [None] * len(items)
+    errors: dict[int, str] = {}
+    trees: list[tuple[list[int], list[int]] | None] = [None] * len(items)
+    for i, each in zip(reached, tree.lists(), strict=True):
+        trees[i] = each
     if not reached:
-        return Choice([None] * len(items), {}, logits, spans)
-    lists = tree.lists()
-    rows: list[ShapeRow] = []
-    picked: list[int] = []
-    starts: list[int] = []
-    greedy: list[bool] = []
-    seeds: list[int] = []
-    positions: list[int] = []
-    for i in reached:
-        sequence, size = items[i].sequence, spans[i].num_nodes
-        starts.append(len(rows))
-        rows.extend(tree_rows(shape_of(sequence, end_ids), *lists[i]))
-        picked.extend(range(spans[i].output, spans[i].output + size))
-        greedy.extend([sequence.params.greedy] * size)
-        seeds.extend([sequence.seed] * size)
-        positions.extend(len(sequence.tokens) + depth for depth in depths(lists[i][1]))
-
-    shaped = shape_logits(logits if len(picked) == len(logits) else logits[picked], rows)  # [R, V]
-    if len(reached) < len(items):
-        probs = None if tree.probs is None else tree.probs[reached]
-        tree = TokenTree(tree.tokens[reached], tree.parents[reached], tree.sizes[reached], probs)
-    span = [slice(at, at + spans[i].num_nodes) for at, i in zip(starts, reached, strict=True)]
+        return Choice(outcomes, errors, logits, spans, trees)
+    shaped = _shaped(draws, logits) if drawn is None else None  # [R, V]
+    span = [slice(at, at + spans[i].num_nodes) for at, i in zip(draws.starts, reached, strict=True)]
     choices = p = coins = None
-    if rule in ("coupled", "typical", "threshold"):
-        drawn = cast(list[int], draw(shaped, greedy, seeds, positions).tolist())
-        choices = [drawn[part] for part in span]
-    if rule != "coupled":
-        laws = law(shaped, rows)  # [R, V]
+    if shaped is not None and rule in ("coupled", "typical", "threshold"):
+        drawn = draw(shaped, draws.greedy, draws.seeds, draws.positions)
+    if drawn is not None:
+        listed = cast(list[int], drawn.tolist())
+        choices = [listed[part] for part in span]
+    if shaped is not None and rule != "coupled":
+        laws = law(shaped, draws.rows)  # [R, V]
         p = [laws[part] for part in span]
     if rule in ("rejection", "block"):
         width = tree.tokens.shape[1]
@@ -106,15 +147,14 @@ def choose(
         coins = uniform(keys, roots, COINS, width)  # one verification a root position
     found = verify(rule, tree, choices=choices, p=p, coins=coins, threshold=threshold)
 
-    outcomes: list[Outcome | None] = [None] * len(items)
-    errors: dict[int, str] = {}
-    for at, i, outcome in zip(starts, reached, found, strict=True):
+    for at, i, outcome in zip(draws.starts, reached, found, strict=True):
         outcomes[i] = outcome
         if outcome.failed:
             grammar = items[i].sequence.grammar
             row = at + (outcome.path[-1] if outcome.path else 0)
+            shaped = _shaped(draws, logits) if shaped is None else shaped
             errors[i] = (grammar and grammar.problem) or reason(shaped[row])
-    return Choice(outcomes, errors, logits, spans)
+    return Choice(outcomes, errors, logits, spans, trees)
 
 
 def shape_of(sequence: Sequence, end_ids: frozenset[int]) -> Shape:

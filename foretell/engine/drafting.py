@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
 
 from foretell.engine.cache import PageCache
+from foretell.engine.choose import Choice
 from foretell.engine.scheduler import Item
 from foretell.engine.watch import Watch
 from foretell.sequence import Sequence
@@ -17,7 +23,6 @@ from foretell.spec.costs import Costs
 from foretell.spec.drafter import Ask, Commit, Drafter, KVGroup, Needs
 from foretell.spec.seats import Grant, Limit, Seat, limit
 from foretell.spec.tree import TokenTree, cut, depths, from_lists, roots
-from foretell.spec.verify import Outcome as Verified
 
 Failed = Callable[[str, Exception], None]
 
@@ -96,8 +101,8 @@ class Drafting:
         self.k = max(self.most)
         taps = merge_needs(drafters).features
         self.watches = [Watch(drafter, cache, lazy=adaptive, taps=taps) for drafter in drafters]
-        self.seconds = 0.0
-        """Spent on drafts and on showing what became final, in the step that is under way."""
+        self._left: deque[int] = deque()
+        """Slots that the drafters are still to be told of."""
         self._asked: list[list[Grant]] = []
         """[B] who was asked for drafts in this step, in order; only the last may have had any."""
         self.learning = True
@@ -140,7 +145,7 @@ class Drafting:
     def propose(self, items: list[Item]) -> TokenTree:
         """Trees for all items. A drafter's mistake costs its drafts, never the text."""
         plain = roots([item.sequence.tokens[-1] for item in items])
-        self.seconds = 0.0
+        self._tell_left()
         self._asked = [[] for _ in items]
         out, lists = plain, list(plain.lists())
         chances: list[list[float]] = [[] for _ in items]
@@ -161,6 +166,33 @@ class Drafting:
             return out
         out = from_lists([tokens for tokens, _ in lists], [parents for _, parents in lists])
         return replace(out, chances=chances)
+
+    def first(self, m: int, sequences: list[Sequence], budgets: list[int]) -> Tensor:
+        """One token for each sequence, on the device: see `Drafter.first`."""
+        self._tell_left()
+        self._asked = [[Grant(n, n, m)] if n else [] for n in budgets]
+        self._catch_up(m, sequences)
+        try:
+            return self.drafters[m].first(sequences)
+        except Exception as error:
+            self.failed("propose", error)
+            return torch.full((len(sequences),), -1)
+
+    def follow(
+        self,
+        m: int,
+        sequences: list[Sequence],
+        tokens: Tensor,
+        features: Tensor,
+        outputs: Tensor,
+    ) -> None:
+        """See `Drafter.follow`."""
+        try:
+            own = self.watches[m].own_features(features)
+            assert own is not None
+            self.drafters[m].follow(sequences, tokens, own, outputs)
+        except Exception as error:
+            self._out_of_step(sequences, error)
 
     def _propose(self, m: int, items: list[Item], grants: list[Grant]) -> TokenTree | None:
         """One scheme's trees for all items, of only a root where it has no nodes."""
@@ -185,7 +217,6 @@ class Drafting:
             self.failed("propose", error)
             return None
         took = time.perf_counter() - start
-        self.seconds += took
         if self.controller and self.learning:
             nodes = sum(tree.num_drafted)
             levels = max((max(depths(parents)) for _, parents in tree.lists()), default=0)
@@ -197,26 +228,30 @@ class Drafting:
         self,
         items: list[Item],
         tree: TokenTree,
-        verified: list[Verified | None],
+        choice: Choice,
         rows: int,
         seconds: float,
+        drafting: float,
     ) -> None:
         """Takes in how a step went.
 
         Args:
-            tree: one tree for each item.
+            tree: what was proposed for them.
+            choice: what became of it.
             rows: of the target's pass.
-            seconds: that the step took.
+            seconds: that the step took but for its drafts.
+            drafting: that these took.
         """
         controller, asked, self._asked = self.controller, self._asked, []
         if controller is None or not self.learning or not all(item.num_run == 1 for item in items):
             return
         outcomes: list[list[Outcome]] = [[] for _ in self.drafters]
         keys = more = 0
-        for b, (item, (_, parents), outcome) in enumerate(
-            zip(items, tree.lists(), verified, strict=True)
+        for b, (item, own, outcome) in enumerate(
+            zip(items, choice.trees, choice.outcomes, strict=True)
         ):
-            length, nodes = len(item.sequence.tokens), len(parents) - 1
+            assert own is not None
+            length, nodes = len(item.sequence.tokens), len(own[0]) - 1
             keys += length
             more += length * nodes
             if outcome is None or not asked or not asked[b]:
@@ -227,47 +262,81 @@ class Drafting:
                 outcomes[grant.scheme].append(Outcome(slot, 0, grant.depth, 0, grant.nodes))
             outcomes[last.scheme].append(Outcome(slot, nodes, last.depth, right, last.nodes))
             if tree.chances and not item.forced:
-                said = claims(parents, tree.chances[b], outcome.path)
+                said = claims(own[1], tree.chances[b], outcome.path)
                 controller.schemes[last.scheme].learn_claims(said)
-        controller.costs.learn_target(rows, keys, more, seconds - self.seconds)
+        controller.costs.learn_target(rows, keys, more, seconds)
         for m, each in enumerate(outcomes):
             if each:
                 controller.learn(m, each)
-        controller.passed(seconds)
+        controller.passed(seconds + drafting)
 
-    def observe(self, commit: Commit) -> None:
-        """Takes in what became final."""
+    def observe(
+        self, commit: Commit, soon: SequenceOf[Sequence] = (), followed: int | None = None
+    ) -> Callable[[], None] | None:
+        """Takes in what became final.
+
+        Args:
+            soon: sequences that will probably get drafts in the next step.
+            followed: a scheme that has run it already (`Drafter.follow`).
+
+        Returns:
+            Device work that is to be done before anything else is asked of a drafter.
+        """
+        shows: list[tuple[int, Commit]] = []
         for m, watch in enumerate(self.watches):
             try:
-                urgent = watch.note(commit)
+                if m == followed:
+                    watch.skip(commit)
+                    self.drafters[m].followed(commit)
+                elif (part := watch.note(commit, soon)) is not None:
+                    shows.append((m, part))
             except Exception as error:
                 self._out_of_step(commit.sequences, error)
-                continue
-            if urgent:
-                self._catch_up(m, urgent)
+        return partial(self._show, shows) if shows else None
 
     def shareable(self, sequence: Sequence) -> int:
         """Position up to which a sequence's pages may enter the prefix cache."""
         return min(watch.shareable(sequence) for watch in self.watches)
 
-    def forget(self, slots: list[int]) -> None:
-        """Sequences left these slots."""
+    def forget(self, slots: list[int], *, busy: bool = False) -> None:
+        """Sequences left these slots.
+
+        Args:
+            busy: a drafter is at work: it is told later.
+        """
         for watch in self.watches:
             watch.forget(slots)
         if self.controller:
             self.controller.forget(slots)
+        self._left.extend(slots)
+        if not busy:
+            self._tell_left()
+
+    def _tell_left(self) -> None:
+        left: list[int] = []
+        while self._left:
+            left.append(self._left.popleft())
+        for drafter in self.drafters if left else ():
+            drafter.forget(left)
 
     def _catch_up(self, m: int, sequences: list[Sequence]) -> None:
-        start = time.perf_counter()
-        try:
-            tokens = self.watches[m].catch_up(sequences)
-        except Exception as error:
-            self._out_of_step(sequences, error)
-            return
-        took = time.perf_counter() - start
-        self.seconds += took
-        if tokens and self.controller and self.learning:
-            self.controller.costs.learn_observe(m, tokens, took)
+        if (commit := self.watches[m].missing(sequences)) is not None:
+            self._show([(m, commit)])
+
+    def _show(self, shows: list[tuple[int, Commit]]) -> None:
+        self._tell_left()
+        for m, commit in shows:
+            start = time.perf_counter()
+            try:
+                self.drafters[m].observe(commit)
+            except Exception as error:
+                self.watches[m].failed(commit)
+                self._out_of_step(commit.sequences, error)
+                continue
+            took = time.perf_counter() - start
+            if self.controller and self.learning:
+                tokens = sum(len(tokens) - 1 for tokens in commit.tokens)
+                self.controller.costs.learn_observe(m, tokens, took)
 
     def _out_of_step(self, sequences: SequenceOf[Sequence], error: Exception) -> None:
         self.failed("observe", error)

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
+from typing import TypeVar
 
 import torch
 
 from foretell.config import EngineConfig, Verification
 from foretell.engine.admit import check_request
+from foretell.engine.ahead import Ahead
 from foretell.engine.cache import PageCache
-from foretell.engine.choose import Choice, choose, prompt_logprobs, shape_of
+from foretell.engine.choose import Choice, prepare, prompt_logprobs, shape_of
+from foretell.engine.device import Device
 from foretell.engine.drafting import Drafting, merge_needs
 from foretell.engine.metrics import Metrics
-from foretell.engine.rows import Span, lay_out
+from foretell.engine.one_token import OneToken, scheme_for
+from foretell.engine.rows import Span, final, lay_out, wants_prompt
+from foretell.engine.schedule import Ordinary, Schedule
 from foretell.engine.scheduler import Item, Scheduler
 from foretell.runtime.runner import Runtime
 from foretell.sequence import FinishReason, SamplingParams, Sequence, Step
-from foretell.spec.drafter import Commit, Drafter
-from foretell.spec.forced import MOST_FORCED, with_forced
+from foretell.spec.drafter import Drafter
+from foretell.spec.forced import MOST_FORCED
 from foretell.spec.seats import Limit, Seat, limit
 from foretell.spec.tree import TokenTree, depths, roots
 
+T = TypeVar("T")
 log = logging.getLogger("foretell")
 
 
@@ -69,7 +76,7 @@ class Engine:
                 cache=self.cache,
                 max_model_len=runtime.max_model_len,
                 vocab_size=runtime.vocab_size,
-                failed=self._drafter_failed,
+                failed=lambda where, error: self.metrics.drafter_failed(where, error),
             )
         self.scheduler = Scheduler(
             config,
@@ -78,6 +85,8 @@ class Engine:
             self._seat,
             self.drafting.budget if self.drafting else None,
         )
+        self.ahead = Ahead(runtime, self.scheduler)
+        self.device = Device(runtime, lambda work: self.metrics.worked(work))
         self._inbox: deque[Sequence | str] = deque()
         """New sequences and ids to abort, in order: an abort concerns what came before it."""
 
@@ -112,38 +121,51 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._inbox or self.scheduler.waiting or self.scheduler.running)
 
-    def step(self) -> list[Sequence]:
+    def step(self, meanwhile: Callable[[], None] | None = None) -> list[Sequence]:
         """One target pass.
+
+        Args:
+            meanwhile: what the caller has to do anyway, done once the pass is under way.
 
         Returns:
             Sequences with new tokens or an end.
         """
         phase, start = self.metrics.phase, self.metrics.now()
+        self.device.begin()
         with phase("schedule"):
             news = self.drain()
             items = self.scheduler.schedule()
-            for item in items:
-                self.runtime.set_pages(item.sequence.slot, item.sequence.pages)
         if not items:
+            self.device.end()
+            if meanwhile:
+                meanwhile()
             return news
+        way = self._way(items)
         with phase("propose"):
-            tree = with_forced(self._propose(items), [item.forced for item in items])
+            asked = self.metrics.now()
+            tree = way.draft()
+            drafting = self.metrics.now() - asked
         with phase("pack"):
-            rows, spans = lay_out(items, tree, self._wants_prompt)
+            rows, spans = self.ahead.take(items, tree) or lay_out(items, tree, wants_prompt)
+        with phase("ahead"):
+            target = way.target(rows, spans)
+            way.draw(prepare(items, spans, tree, self.end_ids), target)
+            self._take_in()
+            self.ahead.while_computing(items, self._lasts, self.drafting is not None)
+            if meanwhile:
+                meanwhile()
         with phase("forward"):
-            output = self.runtime.forward_target(rows)
+            output = self.device.wait(target)
         with phase("sample"):
-            choice = choose(
-                self.rule, items, spans, tree, output.logits, self.end_ids, self.threshold
-            )
+            choice = way.choice(output)
         try:
             with phase("commit"):
-                starts, trees = [item.sequence.num_computed for item in items], tree.lists()
+                starts = [item.sequence.num_computed for item in items]
                 for i, (item, span) in enumerate(zip(items, spans, strict=True)):
                     try:
                         prompt_logprobs(item, span, output.logits)
                         if item.reaches_end:
-                            self._commit(item, trees[i], i, choice)
+                            self._commit(item, i, choice)
                         else:
                             item.sequence.num_computed += item.num_run
                     except Exception as error:  # its tokenizer, say: the others go on
@@ -152,32 +174,38 @@ class Engine:
                     if item.reaches_end or item.sequence.finished:
                         news.append(item.sequence)
             with phase("observe"):
-                self._observe(items, spans, starts, choice, output.features)
                 if self.drafting:
-                    seconds = self.metrics.now() - start
-                    self.drafting.learn(items, tree, choice.outcomes, len(rows), seconds)
+                    took = self.metrics.now() - start - drafting
+                    self.drafting.learn(items, tree, choice, len(rows), took, drafting)
+                    self._observe(items, spans, starts, choice, output.features, way.followed)
                 self._retire(items)
         except BaseException:  # Ctrl-C too: half-written sequences cannot go on
             self._give_up([item.sequence for item in items], "the step that made it failed")
             raise
         self.metrics.step(len(items), len(rows))
+        self.device.end()
         return news
 
     # ---- stops of a step, in order
 
+    def _take_in(self) -> None:
+        """New sequences, up to the first abort: that has to wait while a pass is under way."""
+        while self._inbox and isinstance(message := self._inbox[0], Sequence):
+            self.scheduler.add(message)
+            self._inbox.popleft()
+
     def drain(self) -> list[Sequence]:
         """Takes in new sequences and ends aborted ones, which it returns."""
         ended: list[Sequence] = []
+        self._take_in()
         while self._inbox:
             message = self._inbox.popleft()
-            if isinstance(message, Sequence):
-                self.scheduler.add(message)
-                continue
             for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
                 if sequence.request_id == message:
                     self._finish(sequence, FinishReason.ABORT)
                     self.scheduler.remove(sequence)
                     ended.append(sequence)
+            self._take_in()
         return ended
 
     def _seat(self, sequence: Sequence) -> Seat:
@@ -191,23 +219,33 @@ class Engine:
             return Seat(sequence.slot, length, [Limit(0, 0)], [0], forced)
         return self.drafting.seat(sequence, left, forced)
 
+    def _lasts(self, sequence: Sequence) -> bool:
+        return self._tokens_left(sequence) > 1
+
     def _tokens_left(self, sequence: Sequence) -> int:
         room = self.runtime.max_model_len - len(sequence.tokens)
         if sequence.params.max_tokens is None:
             return room
         return min(room, sequence.params.max_tokens - sequence.num_output)
 
+    def _way(self, items: list[Item]) -> Schedule:
+        """The schedule of single drafted tokens, where that gains something and all can go it."""
+        if self.drafting and self.device.overlaps and self.rule == "coupled":
+            m = scheme_for(self.drafting, items, self._lasts, self.end_ids)
+            if m is not None:
+                return OneToken(self.device, items, self.drafting, m)
+        return Ordinary(self.device, items, self.ahead, self._propose, self.rule, self.threshold)
+
     def _propose(self, items: list[Item]) -> TokenTree:
         if self.drafting is None:
             return roots([item.sequence.tokens[-1] for item in items])
         return self.drafting.propose(items)
 
-    def _commit(
-        self, item: Item, tree: tuple[list[int], list[int]], i: int, choice: Choice
-    ) -> None:
+    def _commit(self, item: Item, i: int, choice: Choice) -> None:
         """Appends what was accepted, one token at a time; what follows the first end never was."""
-        sequence, outcome = item.sequence, choice.outcomes[i]
+        sequence, outcome, tree = item.sequence, choice.outcomes[i], choice.trees[i]
         assert outcome is not None
+        assert tree is not None
         start = sequence.num_computed + item.num_run
         tokens, parents = tree
         new = [tokens[node] for node in outcome.path]
@@ -257,36 +295,16 @@ class Engine:
         starts: list[int],
         choice: Choice,
         features: torch.Tensor | None,
+        followed: int | None,
     ) -> None:
-        """Shows the drafter every row that became final, finished sequences included: their pages
-        may serve others."""
-        if self.drafting is None:
+        """The drafters catch up; where the stream overlaps, while the next step is scheduled."""
+        assert self.drafting
+        commit = final(items, spans, starts, choice.outcomes, features)
+        if commit is None:
             return
-        seen = [
-            i
-            for i, item in enumerate(items)
-            if item.sequence.speculate and item.sequence.finish_reason != FinishReason.ERROR
-        ]
-        if not seen:
-            return
-        final: list[int] = []
-        for i in seen:
-            accepted = items[i].sequence.num_computed - starts[i] - items[i].num_run
-            final.extend(range(spans[i].row, spans[i].row + items[i].num_run))
-            if accepted:
-                root, outcome = spans[i].row + items[i].num_run - 1, choice.outcomes[i]
-                assert outcome is not None
-                final.extend(root + node for node in outcome.path[:accepted])
-        commit = Commit(
-            [items[i].sequence for i in seen],
-            [starts[i] for i in seen],
-            [
-                items[i].sequence.tokens[starts[i] : items[i].sequence.num_computed + 1]
-                for i in seen
-            ],
-            None if features is None else features[final],  # [sum T, F]
-        )
-        self.drafting.observe(commit)
+        soon = [item.sequence for item in items if item.budget and self.device.overlaps]
+        if work := self.drafting.observe(commit, soon, followed):
+            self.device.leave(self.device.submit("catch-up", work))
 
     def _retire(self, items: list[Item]) -> None:
         """Shares finished pages, gives scratch back, and lets ended sequences go."""
@@ -325,20 +343,7 @@ class Engine:
 
     def _forget(self, slots: list[int]) -> None:
         if self.drafting:
-            self.drafting.forget(slots)
-
-    def _drafter_failed(self, where: str, error: Exception) -> None:
-        self.metrics.drafter_errors += 1
-        self.metrics.last_drafter_error = f"{where}: {type(error).__name__}: {error}"
-        if self.metrics.drafter_errors == 1:
-            log.warning("the drafter failed, its drafts are dropped (%s)", error, exc_info=True)
-
-    @staticmethod
-    def _wants_prompt(sequence: Sequence) -> int | None:
-        """First position whose row must give prompt log-probabilities, None for no such row."""
-        if sequence.params.prompt_logprobs is None:
-            return None
-        return max(len(sequence.prompt_logprobs) - 1, 0)
+            self.drafting.forget(slots, busy=bool(self.device.pending))
 
     def check(self) -> None:
         """Asserts every invariant of host state; tests and idle loops call it."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from foretell.engine.trace import Listener
+from foretell.runtime.stream import Work
 from foretell.sequence import Sequence
 
+log = logging.getLogger("foretell")
 PHASES = (
     "schedule",
     "propose",
     "pack",
+    "ahead",
     "forward",
     "sample",
     "commit",
@@ -20,7 +25,7 @@ PHASES = (
 
 
 class Timer:
-    """A context manager that adds its seconds to ``seconds[name]``. Seven of them are entered in
+    """A context manager that adds its seconds to ``seconds[name]``. Eight of them are entered in
     each step, so they are made once."""
 
     __slots__ = ("_name", "_seconds", "_start")
@@ -81,6 +86,8 @@ class Metrics:
     """The same of each of the engine's schemes, by its number; forced tokens are the scheme's whose
     drafts they took the place of."""
     accepted_by_position: list[int] = field(default_factory=list[int])
+    device_seconds: float = 0.0
+    """That the stream was busy with drafts, passes and draws."""
     phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     _timers: dict[str, Timer] = field(default_factory=dict[str, Timer], repr=False, compare=False)
     _listener: Listener | None = field(default=None, repr=False, compare=False)
@@ -103,6 +110,19 @@ class Metrics:
             new = {name: total - self._before[name] for name, total in totals.items()}
             self._before = totals
             self._listener.step({"batch": batch, "rows": rows, **new})
+
+    def worked(self, work: Work[Any]) -> None:
+        """Counts device work that is over."""
+        self.device_seconds += work.end - work.start
+        if self._listener is not None:
+            self._listener.work(work.name, work.start, work.end)
+
+    def drafter_failed(self, where: str, error: Exception) -> None:
+        """Counts a drafter's mistake; the first one is logged."""
+        self.drafter_errors += 1
+        self.last_drafter_error = f"{where}: {type(error).__name__}: {error}"
+        if self.drafter_errors == 1:
+            log.warning("the drafter failed, its drafts are dropped (%s)", error, exc_info=True)
 
     def trace_to(self, listener: Listener) -> None:
         """From now on every step and its phases are told to that listener."""

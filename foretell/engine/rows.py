@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from foretell.engine.scheduler import Item
-from foretell.sequence import Sequence
-from foretell.spec.drafter import Rows
+from foretell.sequence import FinishReason, Sequence
+from foretell.spec.drafter import Commit, Rows
 from foretell.spec.tree import TokenTree, ancestors, depths
+from foretell.spec.verify import Outcome
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,13 @@ class Span:
     """Root included; 0 if the run does not reach the end."""
     prompt_outputs: list[tuple[int, int]]
     """(output, position) of prompt rows whose log-probabilities are wanted."""
+
+
+def wants_prompt(sequence: Sequence) -> int | None:
+    """First position whose row must give prompt log-probabilities, None for no such row."""
+    if sequence.params.prompt_logprobs is None:
+        return None
+    return max(len(sequence.prompt_logprobs) - 1, 0)
 
 
 def lay_out(
@@ -69,3 +80,40 @@ def lay_out(
         rows.base.extend([root] * added)
         spans.append(Span(first, output, num_nodes, prompt_outputs))
     return rows, spans
+
+
+def final(
+    items: list[Item],
+    spans: list[Span],
+    starts: list[int],
+    outcomes: SequenceOf[Outcome | None],
+    features: Tensor | None,
+) -> Commit | None:
+    """Rows that became final, for drafters: those of finished sequences included, as their pages
+    may serve others. None where there are none.
+
+    Args:
+        starts: each sequence's `num_computed` before the step.
+        features: [R, F] of all rows.
+    """
+    seen = [
+        i
+        for i, item in enumerate(items)
+        if item.sequence.speculate and item.sequence.finish_reason != FinishReason.ERROR
+    ]
+    if not seen:
+        return None
+    rows: list[int] = []
+    for i in seen:
+        accepted = items[i].sequence.num_computed - starts[i] - items[i].num_run
+        rows.extend(range(spans[i].row, spans[i].row + items[i].num_run))
+        if accepted:
+            root, outcome = spans[i].row + items[i].num_run - 1, outcomes[i]
+            assert outcome is not None
+            rows.extend(root + node for node in outcome.path[:accepted])
+    return Commit(
+        [items[i].sequence for i in seen],
+        [starts[i] for i in seen],
+        [items[i].sequence.tokens[starts[i] : items[i].sequence.num_computed + 1] for i in seen],
+        None if features is None else features[rows],  # [sum T, F]
+    )

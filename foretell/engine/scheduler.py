@@ -71,6 +71,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         """In order of arrival: the last is the youngest."""
         self._free_slots = list(range(config.max_num_seqs))[::-1]
+        self._expected: list[Item] | None = None
         self.num_preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
@@ -90,6 +91,9 @@ class Scheduler:
         Every item's pages cover its run, its tree and one cell more: the place of the token that
         the pass will add.
         """
+        expected, self._expected = self._expected, None
+        if expected is not None and self._holds(expected):
+            return expected
         rows = self.config.max_num_batched_tokens
         # A row for everybody first, so that no prompt can starve an answer in progress.
         spare = rows - len(self.running)
@@ -112,6 +116,49 @@ class Scheduler:
         if items and all(item.num_run == 1 and item.reaches_end for item in items):
             self._give_budgets(items, [self.seat(item.sequence) for item in items])
         return items
+
+    def admit_early(self, items: list[Item]) -> None:
+        """Admits what waits while a step is computed, so that `schedule` need not.
+
+        Args:
+            items: of that step. Where there is a prompt among them nothing is admitted: its pages
+                are to be shared first.
+        """
+        if all(item.num_run == 1 for item in items):
+            spare = self.config.max_num_batched_tokens - len(self.running)
+            while spare > 0 and (item := self._admit(spare)):
+                spare -= item.num_run
+
+    def expect(self, items: list[Item], goes_on: Callable[[Sequence], bool]) -> list[Item] | None:
+        """Takes pages for a step that only decodes, behind one that is computed and does too. It is
+        a guess, which `schedule` looks at.
+
+        Args:
+            items: of the step that is computed, without trees.
+            goes_on: whether a sequence may go on behind one token more.
+
+        Returns:
+            What is expected; None where that cannot be said.
+        """
+        if len(self.running) > len(items) or not all(item.reaches_end for item in items):
+            return None
+        next_items = [Item(item.sequence, 1) for item in items if goes_on(item.sequence)]
+        for item in next_items:
+            if not self.cache.reserve(item.sequence, len(item.sequence.tokens) + 2):
+                return None
+        self._expected = next_items
+        return next_items
+
+    def _holds(self, expected: list[Item]) -> bool:
+        """Is this what a new look would give?"""
+        if len(self.running) != len(expected) or (self.waiting and self._free_slots):
+            return False
+        return all(
+            item.sequence is sequence
+            and item.reaches_end
+            and self.cache.reserve(sequence, len(sequence.tokens) + 1)
+            for item, sequence in zip(expected, self.running, strict=True)
+        )
 
     def _give_budgets(self, items: list[Item], seats: list[Seat]) -> None:
         grants = self.budget.choose(seats, self.config.max_num_batched_tokens - len(items))

@@ -27,6 +27,10 @@ class Listener(Protocol):
         """Times in seconds of ``time.perf_counter``; ``schedule`` begins a step."""
         ...
 
+    def work(self, name: str, start: float, end: float) -> None:
+        """Device work that the engine has waited for. It may have begun in the step before."""
+        ...
+
     def step(self, counts: Mapping[str, int]) -> None:
         """The step came to its end: its batch, rows, and tokens drafted, accepted, emitted."""
         ...
@@ -53,10 +57,11 @@ class Trace:
         self.write("[\n" + _event("process_name", "M", tid=0, args={"name": "foretell"}))
 
     def track(self, name: str) -> Track:
-        """A row of the picture, with that name."""
-        self._num_tracks += 1
-        tid = self._num_tracks
+        """Two rows of the picture: the host's, with that name, and its device's."""
+        tid = self._num_tracks + 1
+        self._num_tracks += 2
         self.write(_event("thread_name", "M", tid=tid, args={"name": name}))
+        self.write(_event("thread_name", "M", tid=tid + 1, args={"name": f"{name}: device"}))
         return Track(self, tid)
 
     def write(self, lines: str) -> None:
@@ -94,11 +99,12 @@ class Trace:
 
 
 class Track:
-    """One engine's steps."""
+    """One engine's steps, and beside them what its device did."""
 
     def __init__(self, trace: Trace, tid: int) -> None:
         self._trace, self._tid = trace, tid
         self._phases: list[tuple[str, float, float]] = []
+        self._works: list[tuple[str, float, float]] = []
 
     def phase(self, name: str, start: float, end: float) -> None:
         """Notes a phase; those of a step that never came to its end are dropped."""
@@ -106,26 +112,32 @@ class Track:
             self._phases.clear()
         self._phases.append((name, start, end))
 
+    def work(self, name: str, start: float, end: float) -> None:
+        """Notes device work, which goes to the device's row."""
+        self._works.append((name, start, end))
+
     def step(self, counts: Mapping[str, int]) -> None:
         """Writes the step that ends now, with its phases inside."""
         if not self._phases:
             return
         first, origin = self._phases[0][1], self._trace.start
         spans = [("step", first, time.perf_counter()), *self._phases]
+        rows = [(self._tid, span) for span in spans] + [(self._tid + 1, w) for w in self._works]
         self._trace.write(
             "".join(
                 _event(
                     name,
                     "X",
-                    tid=self._tid,
+                    tid=tid,
                     ts=1e6 * (start - origin),
                     dur=1e6 * (end - start),
                     args=counts,
                 )
-                for name, start, end in spans
+                for tid, (name, start, end) in rows
             )
         )
         self._phases.clear()
+        self._works.clear()
 
 
 def _event(

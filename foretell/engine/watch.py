@@ -8,6 +8,7 @@ many of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 import torch
@@ -53,15 +54,17 @@ class Watch:
         """Can it fill in KV for tokens alone, so that pages may be shared without?"""
         self._late: dict[int, _Late] = {}  # by slot
 
-    def note(self, commit: Commit) -> list[Sequence]:
+    def note(self, commit: Commit, soon: SequenceOf[Sequence] = ()) -> Commit | None:
         """Takes in what became final.
 
+        Args:
+            soon: sequences that will probably get drafts in the next step.
+
         Returns:
-            Sequences that must be shown now.
+            What the drafter must be shown now, before anything else; it counts as shown.
         """
         if not self.lazy:
-            self.drafter.observe(self._own(commit))
-            return []
+            return self._own(commit)
         urgent: list[Sequence] = []
         row = 0
         own = self._own(commit).features
@@ -79,7 +82,14 @@ class Watch:
                 many = sequence.num_computed - late.seen >= MOST_FEATURES
                 if many or (sequence.finished and self.drafter.needs.kv):
                     urgent.append(sequence)
-        return urgent
+        return self.missing([*urgent, *(s for s in soon if not s.finished and s not in urgent)])
+
+    def skip(self, commit: Commit) -> None:
+        """What became final was shown already; the drafter had not been behind."""
+        for sequence in commit.sequences:
+            late = self._late.get(sequence.slot)
+            if late is not None and late.sequence is sequence:
+                late.seen, late.features = sequence.num_computed, []
 
     def behind(self, sequence: Sequence) -> int:
         """Tokens that are final and were not shown."""
@@ -94,11 +104,9 @@ class Watch:
             return 0
         return sequence.num_computed - self.behind(sequence)
 
-    def catch_up(self, sequences: list[Sequence]) -> int:
-        """Shows what is missing, `MOST_ROWS` tokens at most, the shortest first.
-
-        Returns:
-            How many tokens were shown.
+    def missing(self, sequences: list[Sequence]) -> Commit | None:
+        """What the drafter has yet to be shown of these, `MOST_ROWS` tokens at most, the shortest
+        first; None for nothing. From now on it counts as shown.
         """
         room, shown = MOST_ROWS, list[tuple[_Late, int]]()
         for sequence in sorted(sequences, key=self.behind):
@@ -109,7 +117,7 @@ class Watch:
                 shown.append((late, late.seen + count))
                 room -= count
         if not shown:
-            return 0
+            return None
         parts = [part for late, _ in shown for part in late.features]
         commit = Commit(
             [late.sequence for late, _ in shown],
@@ -117,22 +125,31 @@ class Watch:
             [late.sequence.tokens[late.seen : end + 1] for late, end in shown],
             torch.cat(parts) if parts else None,
         )
-        self.drafter.observe(commit)
         for late, end in shown:
             if self.refills:
                 self.cache.set_observed(late.sequence, late.seen, end)
             late.seen, late.features = end, []
-        return sum(len(tokens) - 1 for tokens in commit.tokens)
+        return commit
+
+    def failed(self, commit: Commit) -> None:
+        """The drafter did not take in what it was shown."""
+        for sequence, start in zip(commit.sequences, commit.starts, strict=True):
+            if self.refills:
+                self.cache.unset_observed(sequence, start)
 
     def forget(self, slots: list[int]) -> None:
-        """Sequences left these slots."""
-        self.drafter.forget(slots)
+        """Sequences left these slots; the drafter itself is told by others."""
         for slot in slots:
             self._late.pop(slot, None)
 
     def _own(self, commit: Commit) -> Commit:
-        features = commit.features if self.with_features else None
-        if features is not None and self.columns is not None:
-            layers = features.view(len(features), self.num_taps, -1)[:, self.columns]
-            features = layers.flatten(1)  # [sum T, F]
+        features = self.own_features(commit.features)
         return Commit(commit.sequences, commit.starts, commit.tokens, features)
+
+    def own_features(self, features: Tensor | None) -> Tensor | None:
+        """This drafter's part [R, F] of what was tapped."""
+        if features is None or not self.with_features:
+            return None
+        if self.columns is None:
+            return features
+        return features.view(len(features), self.num_taps, -1)[:, self.columns].flatten(1)

@@ -101,7 +101,7 @@ class Rope:
         max_model_len: context limit, see `frequencies`.
     """
 
-    __slots__ = ("_inverse", "_scale", "cos", "sin")
+    __slots__ = ("_inverse", "_scale", "_whole", "cos", "sin")
 
     def __init__(
         self,
@@ -110,17 +110,23 @@ class Rope:
         max_model_len: int | None = None,
     ) -> None:
         self._inverse, self._scale = frequencies(config, max_model_len)
+        self._whole = False
         if factors is not None:
             self._inverse = self._inverse / factors.float()
         self.cos, self.sin = self._entries(0, min(config.max_position_embeddings, 2048))  # [P, D/2]
 
     def cover(self, positions: Tensor) -> None:
         """Makes the tables long enough for positions [R]."""
-        if len(positions):
+        if len(positions) and not self._whole:
             self.reserve(int(positions.max()) + 1)
 
-    def reserve(self, num_positions: int) -> None:
-        """Makes entries for positions 0 .. num_positions - 1."""
+    def reserve(self, num_positions: int, *, whole: bool = False) -> None:
+        """Makes entries for positions 0 .. num_positions - 1.
+
+        Args:
+            whole: none lies behind them, so that `cover` need not read positions from the device.
+        """
+        self._whole = self._whole or whole
         have = len(self.cos)
         if num_positions > have:
             cos, sin = self._entries(have, max(num_positions, 2 * have))

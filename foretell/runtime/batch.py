@@ -27,18 +27,12 @@ class Batch:
     moves: Tensor  # [2, M] int32, physical cells to copy from and to before the pass
 
 
-def pack(
-    rows: Rows,
-    page_table: np.ndarray,
-    page_size: int,
-    moves: SequenceOf[SequenceOf[int]] = ((), ()),
-) -> np.ndarray:
+def pack(rows: Rows, page_table: np.ndarray, page_size: int) -> np.ndarray:
     """Packs rows and the page tables they need.
 
     Args:
         rows: what to run, cells still logical.
         page_table: [max_num_seqs, max_pages] int32, physical pages by slot.
-        moves: physical cells to copy from and to, before the rows run.
 
     Returns:
         [num_words] int32, which `view` reads.
@@ -52,7 +46,7 @@ def pack(
     cells = np.array(rows.cells, dtype=np.int32)
     pages, offsets = np.divmod(cells, page_size)
     cells = tables[row_seq, pages] * page_size + offsets
-    sizes = [num_rows, len(rows.outputs), len(slots), num_pages, len(moves[0]), 0]
+    sizes = [num_rows, len(rows.outputs), len(slots), num_pages, 0, 0]
     assert len(sizes) == HEADER
     # Ancestors come first: 64-bit words at an even offset.
     return np.concatenate(
@@ -65,9 +59,26 @@ def pack(
             ),
             cells,
             tables.ravel(),
-            np.array([*moves[0], *moves[1]], dtype=np.int32),
         ]
     )
+
+
+def fill(words: np.ndarray, batch: Batch, tokens: SequenceOf[int]) -> None:
+    """Writes tokens [R] into a buffer that was packed without them, and into its view."""
+    first = HEADER + 2 * len(tokens)
+    words[first : first + len(tokens)] = tokens
+    if batch.tokens.device.type != "cpu":  # there the two are one memory
+        batch.tokens.copy_(torch.from_numpy(words[first : first + len(tokens)]))
+
+
+def with_moves(words: np.ndarray, moves: SequenceOf[SequenceOf[int]]) -> np.ndarray:
+    """The same buffer, behind these moves."""
+    if not moves[0]:
+        return words
+    assert not words[4]
+    words = np.concatenate([words, np.array([*moves[0], *moves[1]], dtype=np.int32)])
+    words[4] = len(moves[0])
+    return words
 
 
 def view(words: np.ndarray, page_size: int, device: torch.device) -> Batch:

@@ -6,7 +6,6 @@ verification decided travels with the next one, as cells to move. A draft runs o
 
 from __future__ import annotations
 
-import concurrent.futures
 import json
 import os
 import signal
@@ -21,18 +20,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-import numpy as np
-
 from foretell.attention.base import Attention
 from foretell.config import EngineConfig
 from foretell.models.config import ModelConfig
 from foretell.models.loader import LoadedModel
-from foretell.runtime.batch import HEADER, pack, view
+from foretell.runtime.batch import HEADER, with_moves
 from foretell.runtime.channel import Broadcast, Channel, SharedMemory
 from foretell.runtime.identity import difference, identity
 from foretell.runtime.ranks import Group, RankError
 from foretell.runtime.runner import Output, Runtime
-from foretell.runtime.stream import Stream
+from foretell.runtime.stream import Work, Worker
 from foretell.runtime.torchrun import torchrun
 from foretell.spec.drafter import Rows
 from foretell.spec.tree import MAX_NODES
@@ -58,7 +55,7 @@ class Leader:
         """Why no pass can run any more."""
         self.memory: list[dict[str, int]] = []
         """Bytes by group of each other rank."""
-        self._stream = Stream("pass")
+        self.stream = Worker("pass")
         file, sockets = -1, list[socket.socket]()
         if place := torchrun():
             self.group = place.group(config)
@@ -130,30 +127,23 @@ class Leader:
                 return f"rank {rank} (process {process.pid}) has ended {how}"
         return self.group.lost()
 
-    def submit(self, words: np.ndarray, work: Callable[[], T]) -> concurrent.futures.Future[T]:
-        """Sends a buffer and runs this rank's own part of the pass, on a thread of its own: what
-        interrupts the caller leaves the ranks in step.
+    def look(self) -> None:
+        """Before a pass.
 
         Raises:
-            RankError: a rank was lost before.
+            RankError: a rank is lost.
         """
         if reason := self.failed or self.lost():
             self.fail(reason)
 
-        def run() -> T:
-            self.channel.send(words)
-            return work()
-
-        return self._stream.submit(run)
-
-    def wait(self, future: concurrent.futures.Future[T]) -> T:
-        """The result of a pass.
+    def wait(self, work: Work[T]) -> T:
+        """The result of work that all ranks take part in.
 
         Raises:
             RankError: a rank has died, or nothing has moved for `rank_timeout` seconds.
         """
         moved, since = self.group.exchanges, time.monotonic()
-        while not concurrent.futures.wait([future], _LOOK).done:
+        while not work.wait(_LOOK):
             now = time.monotonic()
             if self.group.exchanges != moved:
                 moved, since = self.group.exchanges, now
@@ -161,9 +151,9 @@ class Leader:
                 self.fail(reason)
             if now - since > self.group.timeout:
                 self.fail(self.group.behind() or "rank 0 hangs in a pass")
-        if (error := future.exception()) is not None:
-            self.fail(self._blame(error))
-        return future.result()
+        if work.error is not None:
+            self.fail(self._blame(work.error))
+        return work.value()
 
     def _blame(self, error: BaseException) -> str:
         """A broken connection comes before the news of who has ended."""
@@ -189,7 +179,7 @@ class Leader:
         """Ends the other ranks. May be called twice."""
         self.failed = self.failed or "the ranks were closed"
         self._finish()
-        self._stream.close()
+        self.stream.close()
 
 
 def _end(processes: SequenceOf[subprocess.Popen[bytes]], channel: Channel | None) -> None:
@@ -213,9 +203,8 @@ class ParallelRuntime(Runtime):
         self, target: LoadedModel, attention: Attention, leader: Leader, **sizes: Any
     ) -> None:
         super().__init__(target, attention, **sizes)
-        self.leader = leader
+        self.leader, self.stream = leader, leader.stream
         self._moves: tuple[list[int], list[int]] = ([], [])
-        self._pass: concurrent.futures.Future[Output] | None = None
 
     def agree(self, num_pages: int) -> int:
         """The pages that every rank has room for; then all take them."""
@@ -224,24 +213,30 @@ class ParallelRuntime(Runtime):
         self.leader.memory = self.leader.hear("memory")
         return num_pages
 
-    def forward_target(self, rows: Rows) -> Output:
-        """See `Runtime.forward_target`.
+    def submit(self, name: str, call: Callable[[], T], *, ranks: bool = False) -> Work[T]:
+        """See `Runtime.submit`. What interrupts the caller leaves the ranks in step.
+
+        Raises:
+            RankError: a rank was lost before.
+        """
+        if ranks:
+            self.leader.look()
+        return super().submit(name, call, ranks=ranks)
+
+    def wait(self, work: Work[T]) -> T:
+        """See `Runtime.wait`.
 
         Raises:
             RankError: a rank is lost.
         """
-        if self._pass is not None:  # an interrupt came while it ran
-            self.leader.wait(self._pass)
-        words = pack(rows, self.page_table, self.page_size, self._moves)
-        self._pass = self.leader.submit(words, lambda: self._lead(words))
-        output = self.leader.wait(self._pass)
-        self._pass = None
-        return output
+        return self.leader.wait(work) if work.ranks else super().wait(work)
 
-    def _lead(self, words: np.ndarray) -> Output:
-        self._moves = ([], [])  # they are sent
-        batch = view(words, self.page_size, self.device)
-        return self.run_target(batch)
+    def forward_target(self, rows: Rows) -> Output:
+        """See `Runtime.forward_target`."""
+        ready, moves = self._ready(rows), self._moves
+        self._moves = ([], [])
+        self.leader.channel.send(with_moves(ready.words, moves))
+        return self.run_target(ready)
 
     def move(self, slot: int, source: SequenceOf[int], target: SequenceOf[int]) -> None:
         """Here at once, on the other ranks before their next pass."""

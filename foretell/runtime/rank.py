@@ -19,7 +19,6 @@ from foretell.attention.pool import num_threads, set_num_threads
 from foretell.attention.reference import ReferenceAttention
 from foretell.config import EngineConfig
 from foretell.models.loader import load
-from foretell.runtime.batch import view
 from foretell.runtime.channel import Broadcast, Channel, SharedMemory
 from foretell.runtime.identity import identity
 from foretell.runtime.kv import num_pages_for, page_bytes
@@ -70,10 +69,10 @@ def serve(runtime: Runtime, channel: Channel) -> None:
     assert runtime.kv is not None
     with torch.inference_mode():
         while (words := channel.receive()) is not None:
-            batch = view(words, runtime.page_size, runtime.device)
-            if batch.moves.numel():
-                runtime.kv.move("target", *batch.moves.tolist())
-            runtime.run_target(batch)
+            ready = runtime.plan(words)
+            if ready.batch.moves.numel():
+                runtime.kv.move("target", *ready.batch.moves.tolist())
+            runtime.run_target(ready)
 
 
 def memory(runtime: Runtime, drafter: object = None) -> dict[str, int]:

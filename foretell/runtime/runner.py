@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,11 +17,14 @@ from foretell.attention.base import Attention
 from foretell.attention.compiler import have_compiler
 from foretell.models.head import Head
 from foretell.models.loader import LoadedModel
-from foretell.runtime.batch import Batch, pack, view
+from foretell.runtime.batch import Batch, fill, pack, view
 from foretell.runtime.kv import KVPool
+from foretell.runtime.stream import Inline, Stream, Work
 from foretell.spec.drafter import KVGroup, Rows
 from foretell.spec.noise import gumbel
 from foretell.spec.tree import MAX_NODES
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -29,12 +35,25 @@ class Output:
     features: Tensor | None  # [R, F] float32, the tapped layers side by side
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A batch that can run at once."""
+
+    words: np.ndarray  # what `pack` made
+    batch: Batch
+    attention: Attention  # planned for it
+
+
 class Runtime:
     """The device side of an engine, and the `DraftRuntime` that drafters see.
 
     Args:
         target: the loaded target.
         attention: backend; its plan is made anew for every pass.
+
+    Attributes:
+        stream: what runs device work. On a CPU that is the caller's thread: passing work to
+            another takes longer than what the host could do meanwhile (docs/ranks.md).
     """
 
     def __init__(
@@ -49,6 +68,10 @@ class Runtime:
     ) -> None:
         self.target = target
         self.attention = attention
+        self.stream: Stream = Inline()
+        self._ahead = deque(copy.copy(attention) for _ in range(3))
+        self._prepared: tuple[Rows, Prepared] | None = None
+        self._ran: Prepared | None = None
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.page_size = page_size
@@ -68,6 +91,7 @@ class Runtime:
 
     def allocate(self, num_pages: int, draft: KVGroup | None) -> None:
         """Takes the memory for KV."""
+        self.stream.join()
         groups = {"target": self.target_group} | ({"draft": draft} if draft else {})
         self.kv = KVPool(groups, num_pages, self.page_size, self.device)
 
@@ -76,32 +100,58 @@ class Runtime:
         self.page_table[slot, : len(pages)] = pages
         self.page_table[slot, len(pages) :] = -1
 
+    def submit(self, name: str, call: Callable[[], T], *, ranks: bool = False) -> Work[T]:
+        """Gives the stream something to do.
+
+        Args:
+            ranks: whether other ranks take part in it.
+        """
+        work = Work(name, call, ranks)
+        self.stream.submit(work)
+        return work
+
+    def wait(self, work: Work[T]) -> T:
+        """What came of submitted work."""
+        return self.stream.wait(work)
+
+    def prepare(self, rows: Rows) -> None:
+        """Packs and plans rows that the target is to run next, as far as that can be done before
+        their tokens are known; if other rows come instead it was for nothing."""
+        attention = self._ahead.popleft()  # others may be planned for passes that are under way
+        self._ahead.append(attention)
+        self._prepared = rows, self._prepare(rows, attention)
+
     def forward_target(self, rows: Rows) -> Output:
         """Runs the target; logits of ``rows.outputs`` in that order."""
-        return self.run_target(self._batch(rows))
+        return self.run_target(self._ready(rows))
 
-    def run_target(self, batch: Batch) -> Output:
+    def run_target(self, ready: Prepared) -> Output:
         """The same with rows that are packed."""
-        return self._run(self.target.model, "target", batch, self.taps)
+        self._ran = ready
+        return self._run(self.target.model, "target", ready, self.taps)
 
     def forward(self, model: Any, rows: Rows) -> Tensor:
         """Runs a drafter's model over the drafter's layers: logits [O, V] float32."""
-        return self._run(model, "draft", self._batch(rows), ()).logits
+        return self._run(model, "draft", self._prepare(rows), ()).logits
 
     @torch.inference_mode()
     def forward_head(self, head: Head, rows: Rows, features: Tensor) -> tuple[Tensor, Tensor]:
         """Runs a head over the drafter's layers: logits [O, Vd] and features [O, H], float32."""
         assert self.kv is not None
-        batch = self._batch(rows)
-        self.attention.plan(batch.layout)
-        return head.run(
-            batch.tokens,
-            features,
-            batch.outputs,
-            self.attention,
-            batch.layout,
-            self.kv.layers["draft"],
-        )
+        ready = self._prepare(rows)
+        batch, kv = ready.batch, self.kv.layers["draft"]
+        return head.run(batch.tokens, features, batch.outputs, ready.attention, batch.layout, kv)
+
+    @torch.inference_mode()
+    def follow_target(
+        self, head: Head, tokens: Tensor, features: Tensor, outputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See `DraftRuntime.follow_target`."""
+        assert self.kv is not None
+        assert self._ran is not None
+        layout, kv = self._ran.batch.layout, self.kv.layers["draft"]
+        tokens, outputs = tokens.clamp(min=0).int(), outputs.int()
+        return head.run(tokens, features, outputs, self._ran.attention, layout, kv)
 
     def sampler_noise(self, seeds: SequenceOf[int], positions: SequenceOf[int]) -> Tensor:
         """[R, V] float32 Gumbel noise of the target's own draws at those absolute positions."""
@@ -123,16 +173,31 @@ class Runtime:
     def close(self) -> None:
         """Lets go of what outlives a pass. May be called twice."""
 
-    def _batch(self, rows: Rows) -> Batch:
-        return view(pack(rows, self.page_table, self.page_size), self.page_size, self.device)
+    def _ready(self, rows: Rows) -> Prepared:
+        """What `prepare` made of these very rows, with their tokens now; else it is made here."""
+        before, self._prepared = self._prepared, None
+        if before is not None and before[0] is rows:
+            ready = before[1]
+            fill(ready.words, ready.batch, rows.tokens)
+        else:
+            ready = self._prepare(rows)
+        for places, tokens in rows.late:
+            ready.batch.tokens[places] = tokens.clamp(min=0).int()
+        return ready
+
+    def _prepare(self, rows: Rows, attention: Attention | None = None) -> Prepared:
+        return self.plan(pack(rows, self.page_table, self.page_size), attention)
+
+    def plan(self, words: np.ndarray, attention: Attention | None = None) -> Prepared:
+        """A packed buffer, on the device and planned."""
+        batch, attention = view(words, self.page_size, self.device), attention or self.attention
+        attention.plan(batch.layout)
+        return Prepared(words, batch, attention)
 
     @torch.inference_mode()
-    def _run(self, model: Any, group: str, batch: Batch, taps: tuple[int, ...]) -> Output:
+    def _run(self, model: Any, group: str, ready: Prepared, taps: tuple[int, ...]) -> Output:
         assert self.kv is not None
-        self.attention.plan(batch.layout)
+        batch, kv = ready.batch, self.kv.layers[group]
         return Output(
-            *model.run(
-                batch.tokens, self.attention, batch.layout, self.kv.layers[group], batch.outputs,
-                taps,
-            )
-        )  # fmt: skip
+            *model.run(batch.tokens, ready.attention, batch.layout, kv, batch.outputs, taps)
+        )

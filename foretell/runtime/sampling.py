@@ -89,6 +89,8 @@ class ShapeRow(NamedTuple):
 
     shape: Shape
     path: tuple[int, ...] = ()
+    allowed: np.ndarray | None = None
+    """[V] bool, what the grammar lets follow; None for everything."""
 
     @property
     def num_output(self) -> int:
@@ -100,9 +102,12 @@ def tree_rows(shape: Shape, tokens: list[int], parents: list[int]) -> list[Shape
     """The rows of one tree, root first; ``shape.history`` holds the root already."""
     if not shape.has_edits:
         return [ShapeRow(shape)] * len(tokens)
-    return [
+    rows = [
         ShapeRow(shape, tuple(tokens[j] for j in path_to(parents, i))) for i in range(len(tokens))
     ]
+    if shape.grammar is None:
+        return rows
+    return [row._replace(allowed=shape.grammar.mask(row.path)) for row in rows]
 
 
 def shape_logits(logits: Tensor, rows: SequenceOf[ShapeRow]) -> Tensor:
@@ -149,12 +154,13 @@ def draw(
         positions: [R] absolute position of the token to be drawn (the node's own plus one).
 
     Returns:
-        [R] int64 on the host, the lowest id among equals; -1 where a row cannot be drawn from.
+        [R] int64, the lowest id among equals; -1 where a row cannot be drawn from. The host does
+        not wait for the device.
     """
     best = spec_shape.likeliest(shaped)
     top = shaped.gather(-1, best[:, None])[:, 0]  # NaN and +inf win an argmax: one look finds them
-    choices = best.masked_fill(~top.isfinite(), -1).cpu()
-    sampled = [r for r, is_greedy in enumerate(greedy) if not is_greedy and choices[r] >= 0]
+    choices = best.masked_fill(~top.isfinite(), -1)
+    sampled = [r for r, is_greedy in enumerate(greedy) if not is_greedy]
     if sampled:
         part = shaped if len(sampled) == len(greedy) else shaped[sampled]
         some = [seeds[r] for r in sampled], [positions[r] for r in sampled]
@@ -162,7 +168,8 @@ def draw(
             from foretell.runtime.noise_cpu import gumbel_argmax  # compiled; slow to import
         else:
             from foretell.spec.noise import gumbel_argmax
-        choices[sampled] = gumbel_argmax(part, *some).cpu()
+        at = torch.tensor(sampled, device=shaped.device)
+        choices[at] = torch.where(choices[at] >= 0, gumbel_argmax(part, *some), -1)
     return choices
 
 
@@ -215,10 +222,9 @@ def _ban_and_bias(row: Tensor, of: ShapeRow) -> None:
         mask = torch.full_like(row, -torch.inf)
         mask[_in_range(params.allowed_token_ids, row)] = 0.0
         row += mask
-    if of.shape.grammar is not None and (allowed := of.shape.grammar.mask(of.path)) is not None:
-        row += torch.from_numpy(np.where(allowed, np.float32(0), -np.float32(np.inf))).to(
-            row.device
-        )
+    if of.allowed is not None:
+        mask = np.where(of.allowed, np.float32(0), -np.float32(np.inf))
+        row += torch.from_numpy(mask).to(row.device)
     banned = list(params.bad_token_ids)
     if of.num_output < params.min_tokens:
         banned += of.shape.stop_ids

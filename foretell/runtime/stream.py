@@ -1,40 +1,179 @@
-"""Device work in order on a thread of its own: what a CUDA stream is to a GPU."""
+"""Device work in order, on the caller's thread or beside it: what a CUDA stream is to a GPU.
+
+Work is submitted, the host does something else, and then waits. Which of the two streams is used
+changes when things happen, never what comes out.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
 
 T = TypeVar("T")
 
 
-class Stream:
-    """Runs what is submitted, one after another. Torch and the kernels release the GIL, so the
-    caller's Python goes on meanwhile; an interrupt that ends the caller does not end the work."""
+class Work(Generic[T]):
+    """A piece of device work, under way or over.
 
-    def __init__(self, name: str) -> None:
-        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        # A daemon: a pass that hangs must not keep the program from ending.
-        threading.Thread(target=_run, args=(self._queue,), name=name, daemon=True).start()
+    Args:
+        name: for traces.
+        call: what to do.
+        ranks: whether other ranks take part.
+    """
 
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-        self._queue.put((future, work))
-        return future
+    __slots__ = (
+        "_call",
+        "_value",
+        "begun",
+        "end",
+        "error",
+        "is_over",
+        "name",
+        "over",
+        "ranks",
+        "start",
+    )
+
+    def __init__(self, name: str, call: Callable[[], T], ranks: bool = False) -> None:
+        self.name, self.ranks = name, ranks
+        self.start = self.end = 0.0
+        """Seconds of ``time.perf_counter``."""
+        self.is_over = False
+        self.error: BaseException | None = None
+        self.begun: threading.Event | None = None
+        self.over: threading.Event | None = None
+        """Of work on another thread."""
+        self._call: Callable[[], T] | None = call
+        self._value: T | None = None
+
+    def run(self) -> None:
+        """Does it; what it raises is kept for `value`."""
+        assert self._call is not None
+        self.start = time.perf_counter()
+        if self.begun:
+            self.begun.set()
+        try:
+            self._value = self._call()
+        except BaseException as error:
+            self.error = error
+        self._call = None
+        self.end = time.perf_counter()
+        self.is_over = True
+        if self.over:
+            self.over.set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether work on another thread is over within ``timeout`` seconds."""
+        assert self.over is not None
+        return self.over.wait(timeout)
+
+    def value(self) -> T:
+        """What came of it, once it is over."""
+        assert self.is_over
+        if self.error is not None:
+            raise self.error
+        return self._value  # type: ignore[return-value]
+
+
+class Stream(Protocol):
+    overlaps: bool
+    """Does the host go on meanwhile?"""
+
+    @property
+    def here(self) -> bool:
+        """Is the caller on a thread of the stream's own? There nothing may wait for a host that may
+        wait for the stream."""
+        ...
+
+    def submit(self, work: Work[Any]) -> None:
+        """Queues work behind what was submitted before."""
+        ...
+
+    def wait(self, work: Work[T]) -> T:
+        """The result of submitted work; what it raised is raised here."""
+        ...
+
+    def join(self) -> None:
+        """Returns when nothing is under way; work that nobody waited for may be dropped."""
+        ...
 
     def close(self) -> None:
-        """Ends the thread after what was submitted."""
+        """Takes no more work."""
+        ...
+
+
+class Inline:
+    """On the caller's own thread, when its result is asked for."""
+
+    overlaps = False
+    here = False
+
+    def __init__(self) -> None:
+        self._queue: deque[Work[Any]] = deque()
+
+    def submit(self, work: Work[Any]) -> None:
+        self._queue.append(work)
+
+    def wait(self, work: Work[T]) -> T:
+        while not work.is_over:
+            self._queue.popleft().run()
+        return work.value()
+
+    def join(self) -> None:
+        self._queue.clear()
+
+    def close(self) -> None:
+        self._queue.clear()
+
+
+class Worker:
+    """On a thread of its own: torch and the kernels release the GIL, so the caller's Python goes on
+    meanwhile; an interrupt that ends the caller does not end the work."""
+
+    overlaps = True
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[Work[Any] | None] = SimpleQueue()
+        self._last: Work[Any] | None = None
+        # A daemon: a pass that hangs must not keep the program from ending.
+        self._thread = threading.Thread(target=_run, args=(self._queue,), name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def here(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def submit(self, work: Work[Any]) -> None:
+        """Where the thread was idle this returns once it has taken up the work: the caller, going
+        on in Python, would keep the GIL from it for as long."""
+        idle = self._last is None or self._last.is_over
+        begun = work.begun = threading.Event()
+        work.over = threading.Event()
+        self._last = work
+        self._queue.put(work)
+        if idle:
+            begun.wait()
+
+    def wait(self, work: Work[T]) -> T:
+        work.wait()
+        return work.value()
+
+    def join(self) -> None:
+        if self._last is not None:
+            self._last.wait()
+
+    def close(self) -> None:
         self._queue.put(None)
 
 
-def _run(queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
-    while (item := queue.get()) is not None:
-        future, work = item
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-        del item, future, work  # nothing is kept until the next one comes
+@torch.inference_mode()
+def _run(queue: SimpleQueue[Work[Any] | None]) -> None:
+    while (work := queue.get()) is not None:
+        work.run()
+        del work  # nothing is kept until the next one comes

@@ -182,7 +182,10 @@ class Bridge:
 
     def _step(self) -> None:
         try:
-            self.engine.step()
+            if self.engine.device.overlaps:
+                self.engine.step(self._tell)
+            else:
+                self.engine.step()
             self._failures = 0
         except RankError:  # no later step could do better
             raise
@@ -192,6 +195,12 @@ class Bridge:
             if self._failures > 1:  # once may be bad luck, and a step can be repeated
                 self.engine.fail_running(f"the model's pass failed: {type(error).__name__}")
                 self._failures = 0
+        if not (self.engine.device.overlaps and self.engine.has_work):
+            self._tell()
+
+    def _tell(self) -> None:
+        """Sends what the last step added; while the next one computes, where it does so beside
+        this thread."""
         self._take_in()
         news: list[tuple[Flight, list[tuple[int, Delta]] | ApiError]] = []
         for flight in self._flights:

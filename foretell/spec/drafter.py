@@ -74,6 +74,8 @@ class Rows:
     ancestors: list[int]  # [R] 64-bit word; 0 for rows of a causal run
     base: list[int]  # [R] cell of bit 0, the root
     outputs: list[int] = field(default_factory=list[int])  # [O] rows whose logits are wanted
+    late: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
+    """Rows [L] int64 whose tokens [L] only the device knows."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -125,6 +127,21 @@ class DraftRuntime(Protocol):
 
         Returns:
             Logits [O, Vd] float32 of ``rows.outputs`` and the features [O, H] that follow them.
+        """
+        ...
+
+    def follow_target(
+        self, head: Any, tokens: Tensor, features: Tensor, outputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Runs a head on the rows of the target's last pass: the same cells, positions and plan.
+
+        Args:
+            tokens: [R] int64, for each row the token behind it.
+            features: [R, H] float32.
+            outputs: [O] int64, rows whose logits and features are wanted.
+
+        Returns:
+            As `forward_head`.
         """
         ...
 
@@ -231,6 +248,30 @@ class Drafter:
         Returns:
             Trees whose node 0 is the root, with at most ``ask.budgets[b]`` nodes besides it.
         """
+        raise NotImplementedError
+
+    one_token: bool = False
+    """Can it draft single tokens without the host, by the next three methods?"""
+
+    def first(self, sequences: list[Sequence]) -> Tensor:
+        """`propose` for one token each, left on the device: [B] int64, -1 for none."""
+        raise NotImplementedError
+
+    def follow(
+        self, sequences: list[Sequence], tokens: Tensor, features: Tensor, outputs: Tensor
+    ) -> None:
+        """`observe`, on the rows of the target's pass and before the host knows what it accepted:
+        rows behind ``outputs`` are of no worth, and written over in the next step.
+
+        Args:
+            tokens: [R] int64, what the target drew behind each row; -1 where there is nothing.
+            features: [R, F] of all rows, as declared in `needs`.
+            outputs: [B] int64, each sequence's last accepted row.
+        """
+        raise NotImplementedError
+
+    def followed(self, commit: Commit) -> None:
+        """What `follow` ran of worth; its features are left out."""
         raise NotImplementedError
 
     def forget(self, slots: list[int]) -> None:

@@ -29,6 +29,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from foretell.sequence import Sequence
 from foretell.spec.draft_vocab import DraftVocab
 from foretell.spec.drafter import Ask, Rows
 from foretell.spec.shape import filtered, law, likeliest, log_total
@@ -148,6 +149,30 @@ def grow_tree(
         if nodes:
             logits = step(_frontier(nodes, trees, words, rows, depth))
     return _finish(plans, trees, laws, vocab.size if ask.sample else None)
+
+
+def first_tokens(
+    sequences: SequenceOf[Sequence], logits: Tensor, noise: Noise, vocab: DraftVocab
+) -> Tensor:
+    """What `grow_tree` chooses for `coupled` with one node a sequence, without the host.
+
+    Args:
+        logits: [B, Vd] what the draft says after each root.
+
+    Returns:
+        [B] int64 in the target's ids, -1 where a row is NaN or infinite.
+    """
+    scores = filtered(vocab.cut(logits), [sequence.params for sequence in sequences])
+    noisy = [b for b, sequence in enumerate(sequences) if not sequence.params.greedy]
+    if noisy:
+        some = [sequences[b] for b in noisy]
+        g = noise([s.seed for s in some], [len(s.tokens) for s in some])
+        scores = scores.clone()
+        scores[noisy] += vocab.narrow(g, scores.shape[1])
+    best = likeliest(scores)
+    sound = scores.gather(-1, best[:, None])[:, 0].isfinite()
+    tokens = best if vocab.ids is None else vocab.ids[best]
+    return tokens.masked_fill(~sound, -1)
 
 
 def _frontier(

@@ -97,13 +97,13 @@ def test_a_drafter_that_caught_up_is_as_good_as_one_that_watched(name, options):
     llm = restless("draft-model:weights=target,k=4,adaptive=true", name, **options)
     shown = []
     watch = llm.engine.drafting.watches[0]
-    catch_up = watch.catch_up
+    missing = watch.missing
 
     def spy(sequences):
         shown.append(sum(watch.behind(sequence) for sequence in sequences))
-        return catch_up(sequences)
+        return missing(sequences)
 
-    watch.catch_up = spy
+    watch.missing = spy
     for _ in range(3):  # through pages with and without the draft's KV
         results = llm.generate(PROMPTS, SETTINGS[name])
         assert tiny.ids(results) == plain(name)

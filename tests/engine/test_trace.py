@@ -15,9 +15,12 @@ import pytest
 
 from foretell.engine.metrics import PHASES
 from foretell.engine.trace import Trace
+from foretell.runtime.stream import Worker
 from tests import tiny
 
 SCHEME = "draft-model:weights=int4,k=4"
+DEVICE = 2
+"""The second row of the first track."""
 
 
 def events(text: str) -> list[dict]:
@@ -49,12 +52,46 @@ def test_steps_and_their_counts(traced):
     assert max(c["batch"] for c in counts) == 5
     assert all(c["rows"] >= c["batch"] >= 1 for c in counts)
     names = {e["args"]["name"] for e in found if e["ph"] == "M"}
-    assert names == {"foretell", "engine"}
+    assert names == {"foretell", "engine", "engine: device"}
+
+
+def test_device_work_has_a_row_of_its_own(traced):
+    """On the caller's thread it lies inside the phases that wait for it."""
+    metrics, (num_steps, _), _, found = traced
+    works = [event for event in found if event["ph"] == "X" and event["tid"] == DEVICE]
+    names = [work["name"] for work in works]
+    assert set(names) == {"draft", "target", "sample", "catch-up"}
+    assert names.count("target") == names.count("sample") == metrics.num_steps - num_steps
+    phases = [event for event in found if event["ph"] == "X" and event["tid"] != DEVICE]
+    for work in works:
+        where = {"draft": "propose", "target": "forward", "catch-up": "observe"}
+        inside = where.get(work["name"], work["name"])
+        begins, ends = work["ts"], work["ts"] + work["dur"]
+        assert any(
+            phase["name"] == inside
+            and phase["ts"] - 0.01 <= begins
+            and ends <= phase["ts"] + phase["dur"] + 0.01
+            for phase in phases
+        ), work["name"]
+
+
+def test_beside_the_host_device_work_overlaps_its_phases(tmp_path):
+    llm, path = tiny.llm(SCHEME), tmp_path / "out.json"
+    llm.engine.runtime.stream = Worker("pass")
+    with Trace(path) as trace:
+        llm.engine.metrics.trace_to(trace.track("engine"))
+        llm.generate(tiny.prompts(5), tiny.greedy())
+    found = [event for event in events(path.read_text()) if event["ph"] == "X"]
+    targets = [e for e in found if e["tid"] == DEVICE and e["name"] == "target"]
+    aheads = [e for e in found if e["tid"] != DEVICE and e["name"] == "ahead"]
+    assert len(targets) == len(aheads)
+    for work, phase in zip(targets, aheads, strict=True):
+        assert work["ts"] < phase["ts"] + phase["dur"], "the pass begins within the phase"
 
 
 def test_phases_lie_inside_their_step_and_fill_it(traced):
     _, _, _, found = traced
-    spans = [event for event in found if event["ph"] == "X"]
+    spans = [event for event in found if event["ph"] == "X" and event["tid"] != DEVICE]
     at, covered = 0, []
     while at < len(spans):
         step, phases = spans[at], spans[at + 1 : at + 1 + len(PHASES)]

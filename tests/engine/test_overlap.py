@@ -1,0 +1,308 @@
+"""A stream beside the host changes when things happen and nothing else: texts, acceptance, draft
+KV and pages stay as they are. Both schedules, on one rank."""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from foretell.engine.one_token import OneToken
+from foretell.llm import LLM
+from foretell.runtime.stream import Work, Worker
+from foretell.sequence import FinishReason
+from tests import heads, tiny
+from tests.engine.test_same_text import PROMPTS, SETTINGS, plain, speculative
+from tests.faults.white_box import cells, start, steps
+
+SCHEMES = [
+    None,
+    "prompt-lookup:k=8,ngram_min=1",
+    "draft-model:weights=target,k=4",
+    "draft-model:weights=int4,k=3",
+    "draft-model:weights=int4,depth=4,topk=3,nodes=14",
+    *(f"{heads.scheme(kind)},k=1" for kind in heads.LAYERED),
+    f"{heads.scheme('mtp-mimo')},k=3",
+    "tests.fakes:Oracle,k=1",
+    "tests.fakes:Noise,k=20",
+    "tests.fakes:Mixed,k=6",
+    "tests.fakes:Bushy,k=24",
+    "tests.fakes:Broken,k=4",
+]
+SINGLE = [f"{heads.scheme(kind)},k=1" for kind in heads.LAYERED]
+
+
+def named(text: str | None) -> str:
+    return re.sub(r"model=.*/", "", str(text))
+
+
+def beside(llm: LLM) -> LLM:
+    """The same engine, its device work on a thread."""
+    llm.engine.runtime.stream = Worker("pass")
+    return llm
+
+
+def settled(llm: LLM) -> LLM:
+    llm.engine.device.settle()
+    return llm
+
+
+def make(scheme: str | None, name: str = "greedy", **options: Any) -> LLM:
+    return speculative(scheme, name, **options) if scheme else tiny.llm(**options)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("scheme", SCHEMES, ids=named)
+def test_same_text_and_acceptance(scheme, name):
+    alone, llm = make(scheme, name), beside(make(scheme, name))
+    params = replace(SETTINGS[name], seed=7)  # scripted drafters go by it
+    for _ in range(2):  # the second time with pages of the first
+        expected = alone.generate(PROMPTS, params)
+        results = llm.generate(PROMPTS, params)
+        assert tiny.ids(results) == plain(name)
+        for one, other in zip(results, expected, strict=True):
+            assert one.stats.accepted_by_position == other.stats.accepted_by_position
+            assert one.stats.drafted_by_position == other.stats.drafted_by_position
+            assert one.from_draft == other.from_draft
+            assert one.stats.num_cached_tokens == other.stats.num_cached_tokens
+        tiny.check_idle(settled(llm))
+    failed = llm.engine.metrics.drafter_errors, alone.engine.metrics.drafter_errors
+    assert failed[0] == failed[1], llm.engine.metrics.last_drafter_error
+
+
+def ways(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many sequences each step of single tokens had."""
+    found: list[int] = []
+    draft = OneToken.draft
+    monkeypatch.setattr(
+        OneToken, "draft", lambda self: (found.append(len(self.items)), draft(self))[1]
+    )
+    return found
+
+
+@pytest.mark.parametrize("scheme", SINGLE, ids=named)
+def test_single_tokens_go_their_own_way(scheme, monkeypatch):
+    found, llm = ways(monkeypatch), beside(tiny.llm(scheme))
+    for params in (tiny.greedy(), tiny.sampled(temperature=0.7, min_p=0.01, logprobs=2)):
+        found.clear()
+        llm.generate(PROMPTS, params)
+        assert sum(found) > 0.8 * sum(40 for _ in PROMPTS) / 2, "most steps"
+        assert max(found) > 4
+
+
+@pytest.mark.parametrize(
+    ("options", "params"),
+    [
+        (",k=2", tiny.greedy()),
+        (",k=1,verification=rejection", tiny.greedy()),
+        (",k=1", tiny.sampled(top_k=5)),
+        (",k=1", tiny.sampled(top_p=0.9)),
+        (",k=1", tiny.greedy(repetition_penalty=1.2)),
+        (",k=1", tiny.greedy(logit_bias={5: 1.0})),
+        (",k=1", tiny.greedy(min_tokens=40, stop_token_ids=[3])),
+    ],
+)
+def test_what_needs_the_host_in_between_goes_the_ordinary_way(options, params, monkeypatch):
+    found, llm = ways(monkeypatch), beside(tiny.llm(heads.scheme("mtp-mimo") + options))
+    alone = tiny.llm(heads.scheme("mtp-mimo") + options)
+    assert tiny.ids(llm.generate(PROMPTS, params)) == tiny.ids(alone.generate(PROMPTS, params))
+    assert not found
+    assert llm.engine.metrics.drafted > 0
+
+
+def test_on_the_callers_own_thread_nothing_changes(monkeypatch):
+    """There the wasted rows of rejected drafts would gain nothing."""
+    found, llm = ways(monkeypatch), tiny.llm(SINGLE[0])
+    llm.generate(PROMPTS, tiny.greedy())
+    assert not found
+    assert not llm.engine.ahead.taken
+
+
+def history(llm: LLM, params) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
+    """Draft KV and carried logits behind each step, by sequence and its length."""
+    out, drafter = {}, llm.engine.drafter
+    sequences = start(llm, PROMPTS, params)
+    for _ in steps(llm, sequences):
+        settled(llm)
+        for i, sequence in enumerate(sequences):
+            if sequence.slot >= 0 and drafter._ready(sequence):
+                length = len(sequence.tokens)
+                kv = cells(llm, "draft", sequence.pages, length - 1)
+                out[i, length] = kv, drafter._logits[sequence.slot].clone()
+    return out
+
+
+@pytest.mark.parametrize("weights", ["f32", "int8"])
+@pytest.mark.parametrize("scheme", SINGLE, ids=named)
+def test_a_head_that_follows_has_the_kv_and_logits_of_one_that_observes(scheme, weights):
+    """To the last bit, whatever was rejected in the cells before."""
+    for params in (tiny.greedy(max_tokens=16), tiny.sampled(max_tokens=16)):
+        options = {"max_num_seqs": 3, "max_num_batched_tokens": 24}
+        expected = history(tiny.llm(scheme, weights, **options), params)
+        found = history(beside(tiny.llm(scheme, weights, **options)), params)
+        both = expected.keys() & found.keys()
+        assert len(both) > 0.9 * len(expected) > 60
+        for key in both:
+            for one, other in zip(expected[key], found[key], strict=True):
+                assert torch.equal(one, other), key
+
+
+@pytest.mark.parametrize("params", [tiny.greedy(), tiny.sampled(temperature=0.8)])
+def test_the_host_is_not_asked_between_pass_and_head(params, monkeypatch):
+    """Nothing of what is drawn or accepted is read while device work is made of it."""
+    llm, here = beside(tiny.llm(SINGLE[1])), threading.local()
+    run, names, single = Work.run, set(), False
+
+    def way(items):
+        nonlocal single
+        found = inner_way(items)
+        single = isinstance(found, OneToken)
+        return found
+
+    def watched(self):
+        here.device = self.name in ("draft", "sample", "head") and single
+        names.update({self.name} if here.device else ())
+        run(self)
+        here.device = False
+
+    def reads(name):
+        inner = getattr(torch.Tensor, name)
+
+        def read(self, *args):
+            assert not getattr(here, "device", False), f"{name} waits for the device"
+            return inner(self, *args)
+
+        return read
+
+    monkeypatch.setattr(Work, "run", watched)
+    inner_way = llm.engine._way
+    monkeypatch.setattr(llm.engine, "_way", way)
+    for name in ("tolist", "item", "__bool__", "__int__", "__float__", "__index__"):
+        monkeypatch.setattr(torch.Tensor, name, reads(name))
+    llm.generate(PROMPTS[:4], params)
+    assert names == {"draft", "sample", "head"}
+    assert not llm.engine.metrics.drafter_errors, llm.engine.metrics.last_drafter_error
+
+
+def test_any_mix_of_aborts_and_preemptions_between_steps():
+    """Catch-up and head passes are then under way."""
+    params = tiny.sampled(max_tokens=24)
+    answers = tiny.ids(tiny.llm(max_num_seqs=1).generate(PROMPTS, params))
+    for scheme in (*SINGLE[:2], *SCHEMES[:4], "draft-model:weights=int4,k=3,adaptive=true"):
+        for seed, pages in ((0, 40), (1, 60), (2, 200)):
+            rng = random.Random(seed)
+            options = {"max_num_seqs": 4, "max_model_len": 100, "kv_memory": f"{pages * 2048}B"}
+            llm = beside(tiny.llm(scheme, **options))
+            sequences = start(llm, PROMPTS, params)
+            for _ in steps(llm, sequences):
+                if rng.random() < 0.2:
+                    llm.abort(rng.choice(sequences).request_id)
+                running = llm.engine.scheduler.running
+                if len(running) > 1 and rng.random() < 0.2:
+                    llm.engine.scheduler._preempt(running[-1])
+                    llm.engine.check()
+            while llm.engine.has_work:  # an abort that came late
+                llm._step()
+            for sequence, answer in zip(sequences, answers, strict=True):
+                ended = sequence.finish_reason == FinishReason.LENGTH
+                assert sequence.output == (answer if ended else answer[: sequence.num_output])
+            tiny.check_idle(settled(llm))
+            assert not llm.engine.metrics.drafter_errors, llm.engine.metrics.last_drafter_error
+            assert tiny.ids(llm.generate(PROMPTS, params)) == answers
+
+
+@pytest.mark.parametrize("scheme", [None, SCHEMES[2], SINGLE[0]], ids=named)
+def test_an_interrupt_while_the_device_works(scheme, monkeypatch):
+    """What it leaves under way is waited for before the next step."""
+    params = tiny.greedy(max_tokens=16)
+    answers = tiny.ids(tiny.llm().generate(PROMPTS, params))
+    for call in range(1, 12, 2):
+        llm = beside(tiny.llm(scheme))
+        wait, calls = llm.engine.runtime.wait, [0]
+
+        def interrupted(work, wait=wait, calls=calls, call=call):
+            calls[0] += 1
+            if calls[0] == call:
+                raise KeyboardInterrupt
+            return wait(work)
+
+        monkeypatch.setattr(llm.engine.runtime, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, params)
+        assert tiny.ids(llm.generate(PROMPTS, params)) == answers
+        tiny.check_idle(settled(llm))
+
+
+def test_an_error_on_the_device_is_raised_by_the_step(monkeypatch):
+    llm = beside(tiny.llm(SCHEMES[2]))
+    forward, calls = llm.engine.runtime.forward_target, [0]
+
+    def failing(rows):
+        calls[0] += 1
+        if calls[0] == 3:
+            raise RuntimeError("device lost")
+        return forward(rows)
+
+    monkeypatch.setattr(llm.engine.runtime, "forward_target", failing)
+    with pytest.raises(RuntimeError, match="device lost"):
+        llm.generate(PROMPTS, tiny.greedy())
+    assert tiny.ids(llm.generate(PROMPTS, tiny.greedy())) == plain("greedy")
+    tiny.check_idle(settled(llm))
+
+
+@pytest.mark.parametrize("scheme", [None, SCHEMES[3]], ids=named)
+def test_rows_are_laid_out_before_they_are_needed(scheme):
+    """And thrown away where a sequence came or went unexpectedly."""
+    llm = beside(tiny.llm(scheme, max_num_seqs=4))
+    before = llm.engine.metrics.num_steps
+    results = llm.generate(PROMPTS, tiny.sampled(ignore_eos=False, stop_token_ids=[9, 11]))
+    assert tiny.ids(results) == plain("eos") or len({len(r.token_ids) for r in results}) > 2
+    assert 0 < llm.engine.ahead.taken < llm.engine.metrics.num_steps - before
+    before, taken = llm.engine.metrics.num_steps, llm.engine.ahead.taken
+    llm.generate(PROMPTS[:3], tiny.greedy())
+    assert llm.engine.ahead.taken - taken >= llm.engine.metrics.num_steps - before - 4
+
+
+def test_the_caller_works_while_the_pass_is_under_way(monkeypatch):
+    llm, seen, over = beside(tiny.llm()), [], threading.Event()
+    forward = llm.engine.runtime.forward_target
+
+    def slow(rows):
+        assert over.wait(60)
+        return forward(rows)
+
+    def meanwhile():
+        seen.append([len(s.tokens) for s in sequences])
+        over.set()
+
+    monkeypatch.setattr(llm.engine.runtime, "forward_target", slow)
+    sequences = start(llm, PROMPTS[:2], tiny.greedy(max_tokens=3))
+    while llm.engine.has_work:
+        over.clear()
+        llm.engine.step(meanwhile)
+    lengths = [len(p) for p in PROMPTS[:2]]
+    assert seen == [[n + i for n in lengths] for i in range(3)], "the tokens of the step before"
+
+
+def test_a_request_that_comes_during_a_pass_is_admitted_then(monkeypatch):
+    llm = beside(tiny.llm(max_num_seqs=4))
+    [first] = start(llm, PROMPTS[:1], tiny.greedy())
+    for _ in range(3):
+        llm._step()
+    [late] = llm.sequences(PROMPTS[1], tiny.greedy(), True)
+    way = llm.engine._way
+    monkeypatch.setattr(llm.engine, "_way", lambda items: (llm.engine.add(late), way(items))[1])
+    llm._step()
+    monkeypatch.undo()
+    assert late.slot >= 0
+    assert not late.num_output
+    llm.engine.check()
+    for _ in steps(llm, [first, late]):
+        pass
+    assert [first.output, late.output] == plain("greedy")[:2]
+    tiny.check_idle(llm)
