@@ -105,6 +105,9 @@ class Drafting:
         """Slots that the drafters are still to be told of."""
         self._asked: list[list[Grant]] = []
         """[B] who was asked for drafts in this step, in order; only the last may have had any."""
+        self._networks = {m for m, d in enumerate(drafters) if d.needs.kv or d.needs.features}
+        self._busy: set[int] = set()
+        """Those of them that drafted in the step before."""
         self.learning = True
         self.controller: Controller | None = None
         if adaptive:
@@ -264,7 +267,12 @@ class Drafting:
             if tree.chances and not item.forced:
                 said = claims(own[1], tree.chances[b], outcome.path)
                 controller.schemes[last.scheme].learn_claims(said)
-        controller.costs.learn_target(rows, keys, more, seconds)
+        busy = {each[-1].scheme for each in asked if each} & self._networks
+        if before := busy | self._busy:
+            controller.costs.learn_beside(min(before), rows, keys, more, seconds)
+        else:
+            controller.costs.learn_target(rows, keys, more, seconds)
+        self._busy = busy
         for m, each in enumerate(outcomes):
             if each:
                 controller.learn(m, each)

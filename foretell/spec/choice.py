@@ -161,7 +161,7 @@ class Choice:
             drafting += (node + per_key * seat.keys) * rung.rows
             if rung.depth > levels[m]:  # all go level by level together
                 if not levels[m]:
-                    drafting += call + observe[m][0]
+                    drafting += call + observe[m][0] + costs.beside[m]
                 drafting += level * self.reach * (rung.depth - levels[m]) * rung.rows / rung.nodes
                 levels[m] = rung.depth
             if not r:
@@ -186,6 +186,7 @@ class Choice:
             for m, of_all in enumerate(self.rungs):
                 call, level, node = costs.propose[m].weights
                 once, late = costs.observe[m].weights
+                once += costs.beside[m]
                 net = -rate * ((call + once) / batch + late * _late(seat.behind[m]))
                 for rung in of_all[b]:
                     net += rung.tokens - rate * ((row + node) * rung.rows)

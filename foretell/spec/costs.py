@@ -75,6 +75,9 @@ class Costs:
         target does (`reach`)."""
         self.observe = [Terms([1e-3, 2e-4] if net else [2e-5, 5e-6]) for net in with_model]
         """Catching up: for itself, and each token."""
+        self.beside = [0.0] * len(self.observe)
+        """What a step takes more while a scheme drafts, in nobody else's count: a network's weights
+        push the target's out of caches, and what the host does waits for them."""
 
     # ---- the target
 
@@ -117,6 +120,15 @@ class Costs:
         if keys and part < 0.9:
             self.keys.learn(counts, max(seconds / self.pace - self.base(rows), 0.1 * attention))
         self._ascend(i + (share >= 0.5))
+
+    def learn_beside(
+        self, scheme: int, rows: int, keys: int, more_keys: int, seconds: float
+    ) -> None:
+        """As `learn_target`, for a step in which a network drafts or has just done so: such steps
+        do not show what plain ones cost."""
+        expected = self.base(rows) + self.keys((keys, more_keys))
+        more = min(max(seconds / self.pace - expected, 0.0), expected)
+        self.beside[scheme] += (more - self.beside[scheme]) / 16
 
     def _ascend(self, fixed: int) -> None:
         """More rows never cost less: what was measured last is believed."""
