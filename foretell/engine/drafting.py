@@ -17,7 +17,7 @@ from foretell.engine.choose import Choice
 from foretell.engine.scheduler import Item
 from foretell.engine.watch import Watch
 from foretell.sequence import Sequence
-from foretell.spec.acceptance import Outcome
+from foretell.spec.acceptance import Outcome, claims
 from foretell.spec.budget import Controller, FixedBudget
 from foretell.spec.costs import Costs
 from foretell.spec.drafter import Ask, Commit, Drafter, KVGroup, Needs
@@ -34,19 +34,6 @@ def _granted(item: Item, m: int, drafted: bool) -> Grant:
     if item.instead and item.instead.scheme == m and not drafted and not item.forced:
         return item.instead
     return Grant()
-
-
-def claims(parents: list[int], chances: list[float], path: list[int]) -> list[tuple[float, bool]]:
-    """For each node whose parent was accepted, or is the root: what the draft gave it once its
-    parent is, and whether it was accepted too. None where the draft said nothing."""
-    if not chances:
-        return []
-    right = {0, *path}
-    return [
-        (chances[node] / max(chances[parent], 1e-9), node in right)
-        for node, parent in enumerate(parents)
-        if parent in right
-    ]
 
 
 def merge_needs(drafters: SequenceOf[Drafter]) -> Needs:

@@ -62,6 +62,19 @@ class Outcome(NamedTuple):
     """Nodes that were asked for, 0 for as many as there are."""
 
 
+def claims(parents: list[int], chances: list[float], path: list[int]) -> list[tuple[float, bool]]:
+    """For each node whose parent was accepted, or is the root: what the draft gave it once its
+    parent is, and whether it was accepted too. None where the draft said nothing."""
+    if not chances:
+        return []
+    right = {0, *path}
+    return [
+        (chances[node] / max(chances[parent], 1e-9), node in right)
+        for node, parent in enumerate(parents)
+        if parent in right
+    ]
+
+
 class _Record:
     """Of one sequence."""
 

@@ -327,3 +327,17 @@ def test_a_row_that_seems_to_save_time_asks_for_no_chance_at_all():
     scheme.candour = 1.3
     assert scheme.least(-0.2) == 0.0
     assert 0 < scheme.least(0.1) < scheme.least(0.5) < 1
+
+
+def test_what_a_network_costs_beside_is_not_taken_for_a_slow_machine():
+    costs = Costs([True])
+    for _ in range(100):
+        costs.learn_target(1, 0, 0, 0.004)
+    before = costs.base(1), costs.pace
+    for _ in range(200):
+        costs.learn_beside(0, 1, 0, 0, 0.005)
+    assert (costs.base(1), costs.pace) == before
+    assert costs.beside[0] == pytest.approx(0.001, rel=0.05)
+    for _ in range(200):
+        costs.learn_beside(0, 1, 0, 0, 0.003)
+    assert costs.beside[0] < 1e-5
