@@ -254,7 +254,7 @@ def batch_variant(patch):
 
     def wrong(self, model, group, batch, taps):
         output = forward(self, model, group, batch, taps)
-        scale = 1 + 2.0**-22 * (len(batch.tokens) % 3)
+        scale = 1 + 2.0**-22 * (len(batch.batch.tokens) % 3)
         return replace(output, logits=output.logits * scale)
 
     patch.setattr(Runtime, "_run", wrong)
