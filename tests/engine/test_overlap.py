@@ -56,7 +56,9 @@ def make(scheme: str | None, name: str = "greedy", **options: Any) -> LLM:
     return speculative(scheme, name, **options) if scheme else tiny.llm(**options)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name", [n if n == "greedy" else pytest.param(n, marks=pytest.mark.slow) for n in SETTINGS]
+)
 @pytest.mark.parametrize("scheme", SCHEMES, ids=named)
 def test_same_text_and_acceptance(scheme, name):
     alone, llm = make(scheme, name), beside(make(scheme, name))

@@ -47,7 +47,9 @@ def test_a_lost_rank_ends_what_is_in_flight(number):
         next(stream)
         process.send_signal(number)
         began = time.monotonic()
-        with pytest.raises(RankError, match=r"rank 1 .*(has ended by SIGKILL|no sign of life|not taken part)"):
+        with pytest.raises(
+            RankError, match=r"rank 1 .*(has ended by SIGKILL|no sign of life|not taken part)"
+        ):
             list(stream)
         assert time.monotonic() - began < 10 * PATIENCE  # bounded, not fast
         assert gone(process.pid)
