@@ -202,9 +202,12 @@ class Controller:
 
     def passed(self, seconds: float) -> None:
         """A step is over."""
-        for scheme, probes in zip(self.schemes, self.probes, strict=True):
+        networks = sum(self.costs.with_model)
+        for scheme, probes, network in zip(
+            self.schemes, self.probes, self.costs.with_model, strict=True
+        ):
             scheme.passed()
-            probes.earn(seconds / len(self.schemes))
+            probes.earn(seconds / networks if network else seconds)
 
 
 class Probes:

@@ -19,8 +19,8 @@ PAID_AT_ONCE = 4
 investment that pays over `PAID_BACK` steps."""
 PAID_BACK = 64
 WORTHWHILE = 1.02
-"""How many times the speed of plain decoding drafts must promise: what they promise is not known
-better, and what a step with drafts costs besides is in nobody's count."""
+"""How many times the speed of plain decoding a network's drafts must promise: what they promise is
+not known better."""
 HOPE_BEHIND = 0.5
 """How likely a node's best child is taken to be before the draft was run on the node."""
 
@@ -69,22 +69,23 @@ class Choice:
         """Expected tokens a second, and the budgets [B]."""
         batch, schemes = len(self.seats), range(len(self.rungs))
         plain, counts, assigned = batch / self.plain, [0] * batch, [0] * batch
-        rate = WORTHWHILE * plain
+        rate = plain
+        dear = [WORTHWHILE * plain if network else plain for network in self.costs.with_model]
         options = [[m] * batch for m in schemes]
         alone = [self.fill(option) for option in options]
         for option, found in zip(options, alone, strict=True):
-            if found[0] > rate:
+            if found[0] > max(rate, dear[option[0]]):
                 (rate, counts), assigned = found, option
         if mixed and len(options) > 1 < batch:
             option = self.each_best(rate)
-            if option not in options and (found := self.fill(option))[0] > rate:
+            if option not in options and (found := self.fill(option))[0] > max(rate, *dear):
                 (rate, counts), assigned = found, option
         chosen = enumerate(zip(assigned, counts, strict=True))
         grants = [self._grant(m, b, count) for b, (m, count) in chosen]
         least = self.least(rate, grants)
         grants = [grant._replace(least=least[grant.scheme]) for grant in grants]
         if mixed and any(counts):
-            paying = [m for m in schemes if alone[m][0] > WORTHWHILE * plain]
+            paying = [m for m in schemes if alone[m][0] > dear[m]]
             in_turn = [
                 self._in_turn(b, grant, [self._grant(m, b, alone[m][1][b]) for m in paying], least)
                 for b, grant in enumerate(grants)

@@ -66,6 +66,7 @@ class Costs:
         self.seen = [0] * len(KNOTS)
         self.keys = Terms([1.0e-6, 2.0e-7])
         """Attention: for each key of each sequence, and for each key of each further row."""
+        self.with_model = list(with_model)
         self.pace = 1.0
         """How much slower the machine is now than when the rest was learnt."""
         self.propose = [
