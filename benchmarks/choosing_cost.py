@@ -34,7 +34,7 @@ def main() -> None:
             spent: list[float] = []
             calls = [adaptive.choose, adaptive.learn, adaptive.passed]
             calls += [adaptive.costs.learn_target, adaptive.costs.learn_propose]
-            calls += [adaptive.costs.learn_observe]
+            calls += [adaptive.costs.learn_observe, adaptive.costs.learn_beside]
             for call in calls:
                 owner = call.__self__  # type: ignore[attr-defined]
                 setattr(owner, call.__name__, timed(call, spent))

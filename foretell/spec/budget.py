@@ -112,8 +112,7 @@ class Controller:
                 self._age += 1
                 return self._probe(seats, grants, rows)
         choice = Choice(self.schemes, self.costs, seats, rows)
-        self.rate, grants = choice.best(self.mixed)
-        self._least = choice.least(self.rate, grants)
+        self.rate, grants, self._least = choice.best(self.mixed)
         self._plain = len(seats) / choice.plain
         settled = slots == before[0] and _alike(grants, before[1])
         self._patience = min(2 * self._patience, KEPT) if settled else 1 + len(seats) // 8

@@ -65,8 +65,9 @@ class Choice:
             [_rungs(scheme, m, seat, least) for seat in seats] for m, scheme in enumerate(schemes)
         ]
 
-    def best(self, mixed: bool) -> tuple[float, list[Grant]]:
-        """Expected tokens a second, and the budgets [B]."""
+    def best(self, mixed: bool) -> tuple[float, list[Grant], list[Least]]:
+        """Expected tokens a second, the budgets [B], and the chances [M] that each scheme's nodes
+        must have."""
         batch, schemes = len(self.seats), range(len(self.rungs))
         plain, counts, assigned = batch / self.plain, [0] * batch, [0] * batch
         rate = plain
@@ -92,7 +93,7 @@ class Choice:
             ]
             if sum(grant.most for grant in in_turn) <= self.room:
                 grants = in_turn
-        return rate if any(counts) else plain, grants
+        return rate if any(counts) else plain, grants, least
 
     def _grant(self, m: int, b: int, count: int) -> Grant:
         """So many rungs of a scheme for one sequence."""

@@ -267,8 +267,7 @@ def test_drafts_must_be_likelier_where_rows_are_dearer():
         world.run(300, policy)
         seats = [Seat(slot, 200, [Limit(8, 8)], [0]) for slot in range(4)]
         choice = Choice(policy.schemes, policy.costs, seats, 64)
-        rate, grants = choice.best(mixed=True)
-        least.append(choice.least(rate, grants)[0])
+        least.append(choice.best(mixed=True)[2][0])
     assert 0 < least[0].node < 0.5 * least[1].node
     assert all(each.node < each.parent for each in least)
 
