@@ -108,6 +108,8 @@ class Acceptance:
         """Mean square error of each weight in `_EVERYBODY`."""
         self.filled = [1.0] * len(self.ladder.nodes)
         """[R] how many drafts have as many nodes where as many are asked for."""
+        self.candid = False
+        """Does it say how likely its nodes are?"""
         self.candour = 1.0
         """A node that the draft gives a chance of c is accepted with c ** candour."""
         self._records: dict[int, _Record] = {}
@@ -193,6 +195,7 @@ class Acceptance:
     def learn_claims(self, claims: SequenceOf[tuple[float, bool]]) -> None:
         """Chances that the draft gave nodes whose parents were accepted, and whether they were:
         one step each up the likelihood's slope."""
+        self.candid = self.candid or bool(claims)
         for chance, accepted in claims:
             log = math.log(min(max(chance, 1e-6), 1 - 1e-6))
             p = min(math.exp(self.candour * log), 1 - 1e-3)

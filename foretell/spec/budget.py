@@ -186,6 +186,8 @@ class Controller:
         counts = (1, grant.depth * costs.reach(seat.keys), grant.nodes)
         drafting = costs.propose[m](counts) + costs.observe[m]((1, seat.behind[m]))
         drafting += costs.beside[m]
+        if self.schemes[m].candid:  # its nodes are worth their rows, or left out
+            return drafting
         likely = grant.nodes * self.schemes[m].expected(seat.slot, 1.0)[1]
         return drafting + costs.base(rows + likely) - costs.base(rows)
 

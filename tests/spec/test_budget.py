@@ -340,3 +340,17 @@ def test_what_a_network_costs_beside_is_not_taken_for_a_slow_machine():
     for _ in range(200):
         costs.learn_beside(0, 1, 0, 0, 0.003)
     assert costs.beside[0] < 1e-5
+
+
+def test_a_scheme_that_knows_its_chances_is_tried_at_the_price_of_its_draft():
+    """Its nodes are left out where they are not worth their rows."""
+    policy = controller(World([bursty()], lambda step: 1))
+    seat, grant = Seat(0, 200, [Limit(8, 8)], [0]), Grant(4, 4)
+    blind = policy._price(grant, seat, 1)
+    policy.schemes[0].learn_claims([(0.5, True)])
+    known = policy._price(grant, seat, 1)
+    assert known == pytest.approx(
+        policy.costs.propose[0]((1, 4 * policy.costs.reach(200), 4))
+        + policy.costs.observe[0]((1, 0))
+    )
+    assert known < 0.5 * blind
