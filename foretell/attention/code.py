@@ -129,28 +129,29 @@ class Code:
         return b.select(small, floats(0.0), p)
 
 
-_PAIRS = ir.VectorType(ir.IntType(16), 2 * LANES)
-
-
-class _BFloat(ir.Type):
+class BFloat(ir.Type):
     """LLVM's bfloat, which llvmlite has no name for."""
 
     def _to_string(self) -> str:
         return "bfloat"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
+        return isinstance(other, BFloat)
 
     def __hash__(self) -> int:
-        return hash(_BFloat)
+        return hash(BFloat)
 
 
 @functools.cache
-def _has(feature: str) -> bool:
+def has(feature: str) -> bool:
     """Whether the machine that code is made for has an instruction set."""
     if config.CPU_NAME or config.CPU_FEATURES:  # pyright: ignore[reportAttributeAccessIssue]
         return f"+{feature}" in (config.CPU_FEATURES or "")  # pyright: ignore[reportAttributeAccessIssue]
     return bool(binding.get_host_cpu_features().get(feature))
+
+
+WIDE = has("avx512f")
+"""Are there registers of 16 lanes, 32 of them? Else a vector takes two, of 16."""
 
 
 def call(b: ir.IRBuilder, name: str, result: Any, *arguments: Any) -> Any:
@@ -158,32 +159,11 @@ def call(b: ir.IRBuilder, name: str, result: Any, *arguments: Any) -> Any:
     return b.call(b.module.globals.get(name) or ir.Function(b.module, kind, name), arguments)
 
 
-def dot_bytes(code: Code, total: Any, weights: Any, x: Any) -> Any:
-    """total + the sum of four products of an unsigned and a signed byte, in each lane."""
-    b = code.b
-    if _has("avx512vnni"):
-        return call(b, "llvm.x86.avx512.vpdpbusd.512", WORDS, total, weights, x)
-    eight = ir.Constant(_PAIRS, [8] * (2 * LANES))
-    low = ir.Constant(_PAIRS, [255] * (2 * LANES))
-    w, x = b.bitcast(weights, _PAIRS), b.bitcast(x, _PAIRS)
-    wide = ir.VectorType(I32, 2 * LANES)
-    for w_part, x_part in (
-        (b.and_(w, low), b.ashr(b.shl(x, eight), eight)),
-        (b.lshr(w, eight), b.ashr(x, eight)),
-    ):
-        product = b.mul(b.sext(w_part, wide), b.sext(x_part, wide))  # LLVM makes vpmaddwd of it
-        nothing = ir.Constant(wide, ir.Undefined)
-        for start in (0, 1):
-            lanes = words(range(start, 2 * LANES, 2))
-            total = b.add(total, b.shuffle_vector(product, nothing, lanes))
-    return total
-
-
 def dot_halves(code: Code, total: Any, weights: Any, x: Any) -> Any:
     """total + the sum of two products of bfloat16, in each lane."""
     b = code.b
-    if _has("avx512bf16"):
-        kind = ir.VectorType(_BFloat(), 2 * LANES)
+    if has("avx512bf16"):
+        kind = ir.VectorType(BFloat(), 2 * LANES)
         return call(
             b, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total,
             b.bitcast(x, kind), b.bitcast(weights, kind),

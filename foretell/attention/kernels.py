@@ -28,7 +28,7 @@ PART = 256
 Changing it changes the last bits of results beyond it."""
 
 
-_step1, _step2, _step3, _step4 = (step(pairs) for pairs in (1, 2, 3, PAIRS))
+_step1, _step2, _step3, _step_most = (step(pairs) for pairs in (1, 2, 3, PAIRS))
 _LOG2E = np.float32(1.4426950408889634)
 _MAGIC = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to a whole number
 _LN2_HI = np.float32(0.693359375)
@@ -75,9 +75,9 @@ def _steps(
     end_pair: Any, first: Any, end: Any,
 ) -> None:  # fmt: skip
     """Takes keys first .. end - 1 of a block into pairs pair .. end_pair - 1."""
-    while pair + 4 <= end_pair:
-        _step4(cache, q, kt, v, dim, o, state, s, pair, first, end)
-        pair += 4
+    while pair + PAIRS <= end_pair:
+        _step_most(cache, q, kt, v, dim, o, state, s, pair, first, end)
+        pair += PAIRS
     if pair + 3 == end_pair:
         _step3(cache, q, kt, v, dim, o, state, s, pair, first, end)
     elif pair + 2 == end_pair:

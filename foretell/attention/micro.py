@@ -23,6 +23,7 @@ from foretell.attention.code import (
     I32,
     I64,
     LANES,
+    WIDE,
     WORDS,
     Code,
     dot_halves,
@@ -38,8 +39,8 @@ BLOCK = 32
 """Keys reduced together. Changing it changes the last bits of every result."""
 CHUNK = 32
 """Dimensions whose sums of values stay in registers together."""
-PAIRS = 4
-"""Most pairs of one step: 8 sums at once hide the latency of a multiply-add."""
+PAIRS = 4 if WIDE else 2
+"""Most pairs of one step: 8 registers of sums hide the latency of a multiply-add."""
 
 
 def _transposed(b: ir.IRBuilder, rows: list[Any]) -> list[Any]:

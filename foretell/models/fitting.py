@@ -25,11 +25,12 @@ from foretell.attention.code import (
 )
 from foretell.attention.jit import intrinsic
 from foretell.config import Weights
+from foretell.models.dots import width
 from foretell.models.quant import GROUP
 from foretell.models.tiles import kind_of
 
 _I8 = ir.IntType(8)
-_BYTES, _SHORTS = ir.VectorType(_I8, LANES), ir.VectorType(ir.IntType(16), LANES)
+_BYTES = ir.VectorType(_I8, LANES)
 
 
 def _rotated(code: Code, v: Any) -> Any:
@@ -66,25 +67,44 @@ def _levels(code: Code, vectors: list[Any]) -> tuple[list[Any], Any, Any]:
     return whole, scale, code.fold(total, b.add)
 
 
+def _paired(code: Code, v: Any) -> Any:
+    """Numbers 0 and 2, 1 and 3 of each four in a word of 16 bits each, as `taken_apart` has the
+    weights."""
+    low, high = (
+        code.b.shuffle_vector(
+            v,
+            v,
+            ir.Constant(
+                ir.VectorType(I32, 8), [4 * i + j + first for i in range(4) for j in (0, 1)]
+            ),
+        )
+        for first in (0, 2)
+    )
+    mask = ir.Constant(low.type, [0xFFFF] * 8)
+    return code.b.or_(code.b.and_(low, mask), code.b.shl(high, ir.Constant(low.type, [16] * 8)))
+
+
 def _fit_group(
     code: Code, kind: Weights, vectors: list[Any], row: Any, k: Any, padded: Any
 ) -> None:
     """Writes a group that starts at input k into a fitted row."""
-    b = code.b
+    b, size = code.b, width(kind)
     if kind in ("f32", "bf16"):
-        width = 4 if kind == "f32" else 2
         for i, v in enumerate(vectors):
             if kind == "bf16":
                 v = to_halves(code, v)
-            code.store(v, code.at(row, b.mul(k, integer(width)), i * LANES * width))
+                v = b.shl(b.zext(v, WORDS), words(16)) if size == 4 else v
+            code.store(v, code.at(row, b.mul(k, integer(size)), i * LANES * size))
         return
     if kind == "int8":
         vectors = [_rotated(code, v) for v in vectors]
     whole, scale, total = _levels(code, vectors)
     for i, v in enumerate(whole):
-        code.store(b.trunc(v, _BYTES), code.at(row, k, i * LANES))
+        v = _paired(code, v) if size == 2 else b.trunc(v, _BYTES)
+        code.store(v, code.at(row, b.mul(k, integer(size)), i * LANES * size))
     first = ir.Constant(I32, 0)
-    place = code.at(row, padded, b.mul(b.udiv(k, integer(GROUP[kind])), integer(8)))
+    extras = code.at(row, b.mul(padded, integer(size)))
+    place = code.at(extras, b.mul(b.udiv(k, integer(GROUP[kind])), integer(8)))
     code.store(b.extract_element(scale, first), place)
     less = b.mul(total, words(-128))
     more = less if kind == "int8" else b.fmul(scale, b.sitofp(total, FLOATS))

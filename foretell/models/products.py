@@ -12,16 +12,19 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
+from foretell.attention.code import WIDE
 from foretell.attention.jit import callback, carray, intrinsic, jit
 from foretell.attention.together import LINE, fetch_add, meet
 from foretell.config import Weights
+from foretell.models.dots import width as number_bytes
 from foretell.models.fitting import fit
 from foretell.models.quant import GROUP, PANEL, TURNED
-from foretell.models.tiles import LIKE, group_of, tile
+from foretell.models.tiles import LIKE, SIZES, group_of, most_rows, tile
 
 _PIECE = 2
 """Panels handed out at once."""
-_tile1, _tile2, _tile4, _tile8 = tile(1, 0), tile(2, 1), tile(4, 1), tile(8, 1)
+_A, _B, _C, _D = SIZES
+_tile_a, _tile_b, _tile_c, _tile_d = (tile(rows, min(1, rows - 1) if WIDE else 2) for rows in SIZES)
 SYNC = 3 * LINE
 """Bytes that `product` needs to keep its threads together."""
 
@@ -42,9 +45,8 @@ def floats(address: Any, count: Any) -> Any:
 
 def row_bytes(kind: Weights, padded: int) -> int:
     """Bytes of a fitted row, whole cache lines."""
-    if kind in ("f32", "bf16"):
-        return padded * (4 if kind == "f32" else 2)
-    return (padded + padded // GROUP[kind] * 8 + 63) // 64 * 64
+    extras = padded // GROUP[kind] * 8 if kind in ("int8", "int4") else 0
+    return (padded * number_bytes(kind) + extras + 63) // 64 * 64
 
 
 @jit()
@@ -76,7 +78,9 @@ def _multiply(
         out: address of the outputs; rows are `width` items apart.
         counter: address of an int64 that counts what was handed out.
     """
-    block = 8 if rows >= 16 else (4 if rows >= 8 else 2)
+    block = most_rows(like)
+    if WIDE:
+        block = 8 if rows >= 16 else (4 if rows >= 8 else 2)
     start = fetch_add(counter, _PIECE)
     while start < panels:
         following = fetch_add(counter, _PIECE)
@@ -89,19 +93,22 @@ def _multiply(
             while row < rows:
                 size = min(block, rows - row)
                 # Two blocks at a time, each of which fetches half of the panel that comes next:
-                # one that fetches all of it is slower than none that does.
-                ask = after + row // block % 2 * panel // 2
+                # one that fetches all of it is slower than none that does. Narrow tiles are slow
+                # enough: the first fetches it all.
+                half = row // block % 2 * panel // 2
+                ask = after + half if WIDE else (w if row else after)
                 z, r = y + 4 * row * width, x + row * stride
-                if size == 8:
-                    _tile8(like, r, stride, w, padded, s, b, z, width, ask)
-                elif size >= 4:
-                    size = 4
-                    _tile4(like, r, stride, w, padded, s, b, z, width, ask)
-                elif size >= 2:
-                    size = 2
-                    _tile2(like, r, stride, w, padded, s, b, z, width, ask)
+                if size >= _D:
+                    size = _D
+                    _tile_d(like, r, stride, w, padded, s, b, z, width, ask)
+                elif size >= _C:
+                    size = _C
+                    _tile_c(like, r, stride, w, padded, s, b, z, width, ask)
+                elif size >= _B:
+                    size = _B
+                    _tile_b(like, r, stride, w, padded, s, b, z, width, ask)
                 else:
-                    _tile1(like, r, stride, w, padded, s, b, z, width, ask)
+                    _tile_a(like, r, stride, w, padded, s, b, z, width, ask)
                 row += size
         start = following
 

@@ -24,20 +24,35 @@ from foretell.attention.code import (
     FLOATS,
     I32,
     LANES,
+    WIDE,
     WORDS,
     Code,
     call,
-    dot_bytes,
-    dot_halves,
     floats,
     integer,
     words,
 )
 from foretell.attention.jit import intrinsic
 from foretell.config import Weights
+from foretell.models.dots import (
+    add_levels,
+    multiply_add,
+    no_levels,
+    taken_apart,
+    whole,
+    width,
+)
 from foretell.models.quant import GROUP, PANEL
 
 _I8 = ir.IntType(8)
+SIZES = (1, 2, 4, 8) if WIDE else (1, 2, 3, 4)
+"""Rows of the tiles that there are."""
+UNROLLED: dict[Weights, int] = (
+    {"f32": 64, "bf16": 32, "int8": 16, "int4": 4}
+    if WIDE
+    else {"f32": 2, "bf16": 2, "int8": 1, "int4": 2}
+)
+"""Steps that are one piece of code: of a group, where registers are many."""
 _HINT = [ir.Constant(I32, x) for x in (0, 2, 1)]
 """Of a fetch: to read, into the second cache, data."""
 
@@ -49,6 +64,7 @@ class _Tile:
         self, code: Code, kind: Weights, rows: int, lines: int, arguments: list[Any]
     ) -> None:
         self.code, self.rows, self.lines = code, rows, lines
+        self.tiles = [0, 1]
         self.kind: Weights = kind
         b = code.b
         byte = _I8.as_pointer()
@@ -61,15 +77,13 @@ class _Tile:
         row = b.mul(out_stride, integer(4))
         self.out = [b.inttoptr(b.add(out, b.mul(row, integer(m))), byte) for m in range(rows)]
 
-    def ask(self, k: Any, group: int, step: int, steps: int) -> None:
-        """Has a step's share of the `lines` that go with each 128 bytes of weights fetched."""
-        if self.lines:
-            size = group // steps * self.lines // 2
-            groups = self.code.b.udiv(k, integer(GROUP[self.kind]))
-            at = self.code.b.mul(groups, integer(group * self.lines // 2))
-            for line in range(step * size, (step + 1) * size, 64):
-                place = self.code.at(self.ahead, at, line)
-                call(self.code.b, "llvm.prefetch.p0", ir.VoidType(), place, *_HINT)
+    def ask(self, at: Any) -> None:
+        """Has the lines fetched that go with the 128 bytes of weights at an offset."""
+        b, turns = self.code.b, 3 - len(self.tiles)
+        for line in range(self.lines // turns):
+            place = b.lshr(b.mul(at, integer(self.lines)), integer(1))
+            place = self.code.at(self.ahead, place, 64 * (self.tiles[0] + line))
+            call(b, "llvm.prefetch.p0", ir.VoidType(), place, *_HINT)
 
     def vector(self, pointer: Any, offset: int = 0, kind: Any = WORDS) -> Any:
         return self.code.load(self.code.at(pointer, offset), kind)
@@ -90,86 +104,99 @@ class _Tile:
     def run(self) -> None:
         zero = [floats(0.0)] * (2 * self.rows)
         size = GROUP[self.kind]
-        body = {"int8": self._int8, "int4": self._int4}.get(self.kind, self._plain)
-        self.finish(self.code.loop(integer(0), self.padded, size, zero, body))
+        self.finish(self.code.loop(integer(0), self.padded, size, zero, self._group))
 
-    def _plain(self, k: Any, totals: list[Any]) -> list[Any]:
-        b, code = self.code.b, self.code
-        width = 4 if self.kind == "f32" else 2
-        weights = code.at(self.weights, b.mul(k, integer(PANEL * width)))
-        x = [code.at(row, b.mul(k, integer(width))) for row in self.x]
-        for step in range(GROUP[self.kind] * width // 4):
-            self.ask(k, PANEL * GROUP[self.kind] * width, step, GROUP[self.kind] * width // 4)
-            both = [self.vector(weights, step * 128 + 64 * t) for t in range(2)]
-            for m in range(self.rows):
-                item = self.spread(x[m], 4 * step)
-                for t in range(2):
-                    i = 2 * m + t
-                    if self.kind == "f32":
-                        w, v = b.bitcast(both[t], FLOATS), b.bitcast(item, FLOATS)
-                        totals[i] = code.fma(v, w, totals[i])
-                    else:
-                        totals[i] = dot_halves(code, totals[i], both[t], item)
+    def _group(self, k: Any, totals: list[Any]) -> list[Any]:
+        """Both tiles at once, or one after the other where the sums would not fit in registers."""
+        body = {"int8": self._int8, "int4": self._int4}.get(self.kind, self._products)
+        for tiles in [[0, 1]] if WIDE or self.rows <= 2 else [[0], [1]]:
+            self.tiles = tiles
+            own = [2 * m + t for m in range(self.rows) for t in tiles]
+            for i, total in zip(own, body(k, [totals[i] for i in own]), strict=True):
+                totals[i] = total
         return totals
+
+    def _products(self, k: Any, totals: list[Any]) -> list[Any]:
+        """Adds a group's products (not int4)."""
+        b, code, tiles, unrolled = self.code.b, self.code, len(self.tiles), UNROLLED[self.kind]
+        held = {"f32": 4, "bf16": 2, "int8": 1}[self.kind]  # bytes of a weight
+        wider = width(self.kind) // held
+
+        def some(step: Any, sums: list[Any]) -> list[Any]:
+            at = b.add(b.mul(k, integer(held)), b.mul(step, integer(4)))  # bytes of an output
+            for more in range(0, 4 * unrolled, 4):
+                here = b.mul(b.add(at, integer(more)), integer(PANEL))
+                self.ask(here)
+                place = code.at(self.weights, here)
+                parts = [
+                    taken_apart(code, self.kind, self.vector(place, 64 * t)) for t in self.tiles
+                ]
+                for i, part in enumerate(zip(*parts, strict=True)):
+                    for m, row in enumerate(self.x):
+                        x = self.spread(
+                            code.at(row, b.mul(at, integer(wider))), 4 * i + more * wider
+                        )
+                        for n, weights in enumerate(part, m * tiles):
+                            sums[n] = multiply_add(code, self.kind, sums[n], weights, x)
+            return sums
+
+        steps = GROUP[self.kind] * held // 4
+        return code.loop(integer(0), integer(steps), unrolled, totals, some)
 
     def _extra(self, m: int, k: Any, field: int, kind: Any) -> Any:
         """A group's scale (field 0) or what goes with it (1), in all lanes."""
         b, size = self.code.b, integer(GROUP[self.kind])
-        start = b.add(self.padded, b.mul(b.udiv(k, size), integer(8)))
+        extras = b.mul(self.padded, integer(width(self.kind)))
+        start = b.add(extras, b.mul(b.udiv(k, size), integer(8)))
         return self.spread(self.x[m], b.add(start, integer(4 * field)), kind)
 
     def _int8(self, k: Any, totals: list[Any]) -> list[Any]:
-        b, code = self.code.b, self.code
-        weights = code.at(self.weights, b.mul(k, integer(PANEL)))
-        x = [code.at(row, k) for row in self.x]
-        sums: list[Any] = []
-        for m in range(self.rows):
-            sums += [self._extra(m, k, 1, I32)] * 2
-        for step in range(GROUP["int8"] // 4):
-            self.ask(k, PANEL * GROUP["int8"], step, GROUP["int8"] // 4)
-            both = [self.vector(weights, step * 128 + 64 * t) for t in range(2)]
-            for m in range(self.rows):
-                item = self.spread(x[m], 4 * step)
-                for t in range(2):
-                    sums[2 * m + t] = dot_bytes(code, sums[2 * m + t], both[t], item)
+        b, code, tiles = self.code.b, self.code, len(self.tiles)
+        start = [x for m in range(self.rows) for x in [self._extra(m, k, 1, I32)] * tiles]
+        sums = self._products(k, start)
         for m in range(self.rows):
             scale = self._extra(m, k, 0, F32)
-            for i in (2 * m, 2 * m + 1):
+            for i in range(m * tiles, (m + 1) * tiles):
                 totals[i] = code.fma(b.sitofp(sums[i], FLOATS), scale, totals[i])
         return totals
 
     def _int4(self, k: Any, totals: list[Any]) -> list[Any]:
         """A group of a tile: levels [4][16][4 pairs] bytes, scales [16] and minima [16] float16."""
-        b, code = self.code.b, self.code
+        b, code, tiles, unrolled = self.code.b, self.code, self.tiles, UNROLLED["int4"]
         tile = GROUP["int4"] // 2 * LANES + 4 * LANES
-        weights = code.at(self.weights, b.mul(b.udiv(k, integer(GROUP["int4"])), integer(2 * tile)))
-        x = [code.at(row, k) for row in self.x]
-        low = words(0x0F0F0F0F)
-        sums = [words(0)] * (2 * self.rows)
-        for step in range(4):
-            self.ask(k, 2 * tile, step, 4)
-            both = [self.vector(weights, step * 64 + tile * t) for t in range(2)]
-            parts = [
-                [b.and_(v, low) for v in both],
-                [b.and_(b.lshr(v, words(4)), low) for v in both],
-            ]
-            for half, part in enumerate(parts):
-                for m in range(self.rows):
-                    item = self.spread(x[m], 16 * half + 4 * step)
-                    for t in range(2):
-                        sums[2 * m + t] = dot_bytes(code, sums[2 * m + t], part[t], item)
+        start = b.mul(b.udiv(k, integer(GROUP["int4"])), integer(2 * tile))
+        weights, low = code.at(self.weights, start), words(0x0F0F0F0F)
+
+        def some(step: Any, sums: list[Any]) -> list[Any]:
+            for more in range(unrolled):
+                at = b.mul(b.add(step, integer(more)), integer(4))  # inputs, and bytes of an output
+                self.ask(b.add(start, b.mul(at, integer(PANEL))))
+                place = code.at(weights, b.mul(at, integer(LANES)))
+                both = [self.vector(place, tile * t) for t in tiles]
+                for half in range(2):
+                    parts = [b.and_(b.lshr(v, words(4 * half)), low) for v in both]
+                    for m, row in enumerate(self.x):
+                        x = self.spread(code.at(row, k, at), 16 * half)
+                        for n, levels in enumerate(parts, m * len(tiles)):
+                            sums[n::stride] = add_levels(code, sums[n::stride], levels, x)
+            return sums
+
+        stride = len(tiles) * self.rows
+        nothing = [zero for zero in no_levels() for _ in range(stride)]
+        sums = code.loop(integer(0), integer(4), unrolled, nothing, some)
+        self.ask(b.add(start, integer(16 * PANEL)))
         halves = ir.VectorType(ir.HalfType(), LANES)
         scale, least = (
-            [b.fpext(self.vector(weights, 256 + at + tile * t, halves), FLOATS) for t in range(2)]
+            [b.fpext(self.vector(weights, 256 + at + tile * t, halves), FLOATS) for t in tiles]
             for at in (0, 32)
         )
         for m in range(self.rows):
-            whole, share = self._extra(m, k, 0, F32), self._extra(m, k, 1, F32)
-            for t in range(2):
-                i = 2 * m + t
+            one, share = self._extra(m, k, 0, F32), self._extra(m, k, 1, F32)
+            for t in range(len(tiles)):
+                i = m * len(tiles) + t
                 totals[i] = code.fma(least[t], share, totals[i])
-                product = b.fmul(b.sitofp(sums[i], FLOATS), scale[t])
-                totals[i] = code.fma(product, whole, totals[i])
+                product = b.fmul(b.sitofp(whole(code, sums[i::stride]), FLOATS), scale[t])
+                totals[i] = code.fma(product, one, totals[i])
         return totals
 
 
@@ -187,6 +214,13 @@ _KINDS: dict[str, Weights] = {str(array.dtype): kind for kind, array in LIKE.ite
 def kind_of(like: Any) -> Weights:
     """The format that an array type stands for."""
     return _KINDS[str(like.dtype)]
+
+
+@intrinsic
+def most_rows(typing: Any, like: Any) -> Any:
+    """Rows of the format's largest tile: four of int8 would be too many for 16 registers."""
+    size = min(SIZES[-1], 3) if kind_of(like) == "int8" and not WIDE else SIZES[-1]
+    return types.int64(like), lambda *_: integer(size)
 
 
 @intrinsic
