@@ -129,17 +129,17 @@ class Code:
         return b.select(small, floats(0.0), p)
 
 
-class BFloat(ir.Type):
+class _BFloat(ir.Type):
     """LLVM's bfloat, which llvmlite has no name for."""
 
     def _to_string(self) -> str:
         return "bfloat"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, BFloat)
+        return isinstance(other, _BFloat)
 
     def __hash__(self) -> int:
-        return hash(BFloat)
+        return hash(_BFloat)
 
 
 @functools.cache
@@ -163,7 +163,7 @@ def dot_halves(code: Code, total: Any, weights: Any, x: Any) -> Any:
     """total + the sum of two products of bfloat16, in each lane."""
     b = code.b
     if has("avx512bf16"):
-        kind = ir.VectorType(BFloat(), 2 * LANES)
+        kind = ir.VectorType(_BFloat(), 2 * LANES)
         return call(
             b, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total,
             b.bitcast(x, kind), b.bitcast(weights, kind),

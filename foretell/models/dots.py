@@ -18,16 +18,15 @@ from foretell.attention.code import (
     I32,
     LANES,
     WORDS,
-    BFloat,
     Code,
     call,
+    dot_halves,
     has,
     words,
 )
 from foretell.config import Weights
 
 BYTE_DOTS, HALF_DOTS = has("avx512vnni"), has("avx512bf16")
-_HALF = LANES // 2
 _SHORTS, _BYTES = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(ir.IntType(8), 2 * LANES)
 
 
@@ -61,11 +60,7 @@ def multiply_add(code: Code, kind: Weights, total: Any, part: Any, x: Any) -> An
             return call(b, "llvm.x86.avx512.vpdpbusd.512", WORDS, total, part, x)
         return b.add(total, _pairs(code, part, x))
     if kind == "bf16" and HALF_DOTS:
-        pairs = ir.VectorType(BFloat(), 2 * LANES)
-        return call(
-            b, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, b.bitcast(x, pairs),
-            b.bitcast(part, pairs),
-        )  # fmt: skip
+        return dot_halves(code, total, part, x)
     return code.fma(b.bitcast(x, FLOATS), b.bitcast(part, FLOATS), total)
 
 
@@ -100,41 +95,31 @@ def whole(code: Code, total: list[Any]) -> Any:
     """A sum of `add_levels` in words."""
     if len(total) == 1:
         return total[0]
-    ones = ir.Constant(_SHORTS, [1] * LANES)
-    kind = ir.VectorType(I32, _HALF)
-    return _joined(code, [call(code.b, _MADD, kind, half, ones) for half in total])
-
-
-_MADD = "llvm.x86.avx2.pmadd.wd"
+    return _madd(code, [[half, ir.Constant(_SHORTS, [1] * LANES)] for half in total])
 
 
 def _pairs(code: Code, x: Any, y: Any) -> Any:
     """The sum of two products of numbers of 16 bits, in each lane."""
     b = code.b
     if has("avx2"):
-        kind = ir.VectorType(I32, _HALF)
-        both = zip(_halves(code, x), _halves(code, y), strict=True)
-        return _joined(
-            code,
-            [call(b, _MADD, kind, b.bitcast(v, _SHORTS), b.bitcast(w, _SHORTS)) for v, w in both],
-        )
-    low = [b.ashr(b.shl(v, words(16)), words(16)) for v in (x, y)]
-    high = [b.ashr(v, words(16)) for v in (x, y)]
-    return b.add(b.mul(*low), b.mul(*high))
+        parts = zip(_halves(code, x), _halves(code, y), strict=True)
+        return _madd(code, [[b.bitcast(v, _SHORTS) for v in both] for both in parts])
+    x_low, y_low = (b.ashr(b.shl(v, words(16)), words(16)) for v in (x, y))
+    high = b.mul(b.ashr(x, words(16)), b.ashr(y, words(16)))
+    return b.add(b.mul(x_low, y_low), high)
 
 
 def _halves(code: Code, v: Any) -> list[Any]:
     """Lanes 0 to 7 and 8 to 15: a register each where registers have 256 bits."""
-    undefined = ir.Constant(v.type, ir.Undefined)
+    lanes = ir.VectorType(I32, 8)
     return [
-        code.b.shuffle_vector(v, undefined, _lanes(range(first, first + _HALF)))
-        for first in (0, _HALF)
+        code.b.shuffle_vector(v, v, ir.Constant(lanes, list(range(first, first + 8))))
+        for first in (0, 8)
     ]
 
 
-def _joined(code: Code, halves: list[Any]) -> Any:
-    return code.b.shuffle_vector(*halves, _lanes(range(LANES)))
-
-
-def _lanes(lanes: range) -> ir.Constant:
-    return ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
+def _madd(code: Code, halves: list[list[Any]]) -> Any:
+    """Both halves' sums of two products, in words."""
+    kind = ir.VectorType(I32, 8)
+    low, high = (call(code.b, "llvm.x86.avx2.pmadd.wd", kind, *both) for both in halves)
+    return code.b.shuffle_vector(low, high, words(range(LANES)))
