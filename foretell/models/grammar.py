@@ -8,6 +8,8 @@ any other.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import Any
@@ -19,9 +21,15 @@ from foretell.models.tokenizer import Tokenizer
 # A model may hesitate, but not for ever: some space between the parts of JSON, never only space.
 _JSON: Any = {"whitespace_pattern": r"[ \n]{1,16}"}
 
-
 MOST_TEXT = 2**17
 """Characters of a grammar: reading one of a hundred thousand alternatives takes half a minute."""
+MOST_PATTERNS = 16
+"""Patterns that one text has to match at once: each more doubles what reading them takes."""
+MOST_FORCED = 2**12
+"""Tokens that may follow each other without a choice: finding them holds up other answers."""
+MOST_ITEMS = 10_000
+"""What a parser may keep in mind for one token, a fifth of llguidance's own."""
+_LITERAL = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/')
 
 
 class Grammars:
@@ -43,6 +51,8 @@ class Grammars:
             tokenizer.inner.to_str(), n_vocab=vocab_size, eos_token=self.end_ids[0]
         )
         self._matcher = llguidance.LLMatcher
+        self._limits = llguidance.LLParserLimits(step_max_items=MOST_ITEMS)
+        self._last: tuple[str, Any] = ("", None)  # n answers of one request are read once
 
     def make(self, text: str) -> Grammar:
         """A grammar at its start.
@@ -53,21 +63,56 @@ class Grammars:
         Raises:
             ValueError: it cannot be read.
         """
+        if self._last[0] != text:
+            self._last = text, self._read(text)
+        return Grammar(self._last[1].deep_copy(), self.vocab_size, self.end_ids)
+
+    def _read(self, text: str) -> Any:
         if len(text) > MOST_TEXT:
             raise ValueError(f"grammar: {len(text)} characters, at most {MOST_TEXT} are read")
         try:
             if text.lstrip().startswith("{"):
+                at_once = _at_once(json.loads(text))
                 source = self._matcher.grammar_from_json_schema(text, defaults=_JSON)
             else:
+                at_once = _LITERAL.sub("", text).count("&")
                 source = self._matcher.grammar_from_lark(text)
-            matcher = self._matcher(self._tokenizer, source, log_level=0)
-        except ValueError as error:
+            if at_once > MOST_PATTERNS:
+                message = f"{at_once} patterns for one text to match, at most {MOST_PATTERNS}"
+                raise ValueError(message)
+            matcher = self._matcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"grammar: {_short(str(error))}") from None
         grammar = Grammar(matcher, self.vocab_size, self.end_ids)
         begins = grammar.mask([])
-        if begins is None or not begins.any():
+        grammar.forced(1)
+        if begins is None or not begins.any() or grammar.problem:
             raise ValueError(f"grammar: {grammar.problem or 'no answer obeys it'}")
-        return grammar
+        return matcher
+
+
+def _at_once(schema: Any) -> int:
+    """The most patterns that one text of a JSON schema has to match at once."""
+    known: dict[int, int] = {}
+
+    def count(node: Any) -> int:
+        if isinstance(node, dict) and id(node) not in known:
+            known[id(node)] = 0  # a schema that refers to itself asks for nothing more
+            target: Any = schema if "$ref" in node else None
+            for name in str(node.get("$ref", "#")).split("/")[1:]:
+                target = target.get(name) if isinstance(target, dict) else None
+            both = node.get("allOf")
+            parts = [target, *(both if isinstance(both, list) else ())]
+            known[id(node)] = ("pattern" in node) + sum(map(count, parts))
+        return known.get(id(node), 0)
+
+    most, left = 0, [schema]
+    while left:
+        node = left.pop()
+        most = max(most, count(node))
+        inner = node.values() if isinstance(node, dict) else node
+        left += [each for each in inner if isinstance(each, dict | list)]
+    return most
 
 
 def _short(message: str) -> str:
@@ -83,6 +128,7 @@ class Grammar:
     def __init__(self, matcher: Any, vocab_size: int, end_ids: list[int]) -> None:
         self._matcher, self._ends, self._vocab = matcher, end_ids, vocab_size
         self._words = np.zeros((vocab_size + 31) // 32, np.int32)
+        self._refused: str | None = None
         self._ahead: list[int] = []  # tokens behind the committed ones that the parser has read
 
     def mask(self, path: SequenceOf[int]) -> np.ndarray | None:
@@ -122,12 +168,15 @@ class Grammar:
         """
         if most <= 0 or not self._lead([]) or self._matcher.is_stopped():
             return ()
-        return tuple(self._matcher.compute_ff_tokens()[:most])
+        tokens = self._matcher.compute_ff_tokens()
+        if len(tokens) > MOST_FORCED:
+            self._refused = f"more than {MOST_FORCED} tokens in a row leave no choice"
+        return tuple(tokens[:most])
 
     @property
     def problem(self) -> str | None:
         """Why the parser gave up (a grammar may need too much work), None while it goes on."""
-        return _short(self._matcher.get_error()) if self._matcher.is_error() else None
+        return _short(self._matcher.get_error()) if self._matcher.is_error() else self._refused
 
     def _lead(self, path: SequenceOf[int]) -> bool:
         """Puts the parser behind ``path``; False where it does not go there."""

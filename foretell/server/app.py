@@ -94,6 +94,8 @@ class Service:
         self, request: Asked, prompts: list[list[int]], params: SamplingParams, name: str
     ) -> list[Sequence]:
         """Checked answers of each prompt in turn, n for each."""
+        if (answers := len(prompts) * params.n) > (most := self.bridge.most):
+            raise bad_request(f"n: {answers} answers in one request; at most {most}", "n")
         prediction = self._prediction(request)
         scheme = self._scheme(request)
         try:

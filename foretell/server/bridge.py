@@ -121,10 +121,6 @@ class Bridge:
         """
         if self.stopped:
             raise ApiError(503, self.stopped, code="unavailable", retry_after=5)
-        if len(sequences) > self.most:
-            raise ApiError(
-                400, f"n: {len(sequences)} answers in one request; at most {self.most}", param="n"
-            )
         if self.num_open + len(sequences) > self.most:
             wait = max(1, round(self.typical_seconds))
             raise ApiError(

@@ -23,8 +23,8 @@ log = logging.getLogger("foretell.server.requests")
 OPEN = {"/", "/health", "/openapi.json"}
 """Paths that need no key, beside the page's parts: they tell nothing of what is asked."""
 _LOGGERS = {"uvicorn.error": "uvicorn"}  # what it has to say, errors or not
-BODY_TIMEOUT = 30.0
-"""Seconds that the next part of a body may take to come."""
+BODY_TIMEOUT = 60.0
+"""Seconds that a body may take to come."""
 _METHODS = {"GET", "POST", "OPTIONS", "HEAD"}
 _ID = re.compile(r"[\w.:-]{1,64}")
 
@@ -121,13 +121,15 @@ class Guard:
     def _counted(self, receive: Receive) -> Receive:
         """Bodies that do not say how long they are, or that never end."""
         taken, whole = 0, False
+        end = asyncio.get_running_loop().time() + BODY_TIMEOUT
 
         async def counted() -> Message:
             nonlocal taken, whole
             if whole:  # what comes now is the client's leaving
                 return await receive()
             try:
-                message = await asyncio.wait_for(receive(), BODY_TIMEOUT)
+                async with asyncio.timeout_at(end):
+                    message = await receive()
             except TimeoutError:
                 raise HTTPException(408, "the body did not come to its end") from None
             whole = not message.get("more_body", False)

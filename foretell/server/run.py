@@ -8,21 +8,26 @@ import resource
 import socket
 import sys
 from contextlib import suppress
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from foretell.config import ServerConfig
 from foretell.llm import LLM
 from foretell.server.app import create_app
 from foretell.server.guard import log_as_json
 
+_HTTP: Any = AutoHTTPProtocol  # one of two classes, by what is installed
 SWITCH_INTERVAL = 0.0005
 """Seconds that a thread may keep Python to itself while another one waits."""
 
 M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -8, -3, -1  # malloc.h
 BACKLOG = 2048
 """Connections that may wait to be taken."""
+HEAD_TIMEOUT = 30.0
+"""Seconds that the head of a request may take to come."""
 
 
 def serve(llm: LLM, config: ServerConfig) -> None:
@@ -55,6 +60,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=Connection,
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -66,6 +72,34 @@ class Server(uvicorn.Server):
         bridge = self.app.state.service.bridge
         asyncio.get_running_loop().call_later(self.drain_timeout, bridge.dismiss)
         await super().shutdown(sockets)
+
+
+class Connection(_HTTP):
+    """Ends where the head of a request does not come: uvicorn waits for ever once it has begun."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self.alarm: asyncio.TimerHandle | None = None
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._calm()
+
+    def _watch(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._calm()
+        elif self.alarm is None:
+            self.alarm = self.loop.call_later(HEAD_TIMEOUT, self.transport.close)
+
+    def _calm(self) -> None:
+        if self.alarm is not None:
+            self.alarm.cancel()
+            self.alarm = None
 
 
 def bound_heaps() -> None:

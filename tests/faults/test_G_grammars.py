@@ -119,6 +119,53 @@ def test_what_cannot_be_read_is_refused():
     tiny.check_idle(engine)
 
 
+def search(index: int) -> dict:
+    return {"type": "string", "pattern": f"a.{{{index}}}b"}
+
+
+TOO_MUCH = {
+    "patterns": {"allOf": [search(i) for i in range(40)]},
+    "patterns inside": {"type": "array", "items": {"allOf": [{"allOf": [search(i)]}
+                        for i in range(40)]}},
+    "patterns by reference": {"$ref": "#/$defs/0", "$defs": {
+        str(i): search(i) | {"$ref": f"#/$defs/{i + 1}"} for i in range(40)} | {"40": search(40)}},
+    "no choice": {"const": "ab" * 20_000},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TOO_MUCH)
+def test_what_is_too_much_work_is_refused_by_name(kind):
+    engine = rig.llm()
+    match = "no choice" if kind == "no choice" else "4[01] patterns"
+    with pytest.raises(ValueError, match=f"grammar: .*{match}"):
+        engine.generate("x", SamplingParams(grammar=json.dumps(TOO_MUCH[kind])))
+    circle = {"type": "array", "items": {"$ref": "#"}}
+    assert engine._grammars.make(json.dumps(circle)).forced(9)
+    with pytest.raises(ValueError, match="39 patterns"):
+        engine._grammars.make("start: A\nA: " + " & ".join(["/.*a.*/"] * 40))
+    text = "start: " + " ".join(['"&"'] * 40)  # those are only text
+    assert engine._grammars.make(text).forced(99)
+
+
+def test_what_proves_too_much_work_half_way_fails_alone():
+    engine = rig.llm()
+    bad, good = engine.generate(
+        ["x", "x"], [params('start: "b"? /a{30000}/'), params('start: "the"')]
+    )
+    assert bad.finish_reason == FinishReason.ERROR
+    assert "leave no choice" in bad.error
+    assert good.text == "the"
+    tiny.check_idle(engine)
+
+
+def test_answers_of_one_request_share_what_was_read_and_nothing_else():
+    engine = rig.llm()
+    both = [params(GRAMMARS[1], n=3), params(OPTIONAL_END, n=2)]
+    alone = [engine.generate("x", own) for own in both]
+    together = engine.generate(["x", "x"], both)
+    assert [r.token_ids for own in alone for r in own] == [r.token_ids for r in together]
+
+
 def test_a_grammar_and_bans_that_leave_nothing_fail_alone():
     engine = rig.llm()
     bad, good = engine.generate(

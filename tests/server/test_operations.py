@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import httpx2 as httpx
 import pytest
@@ -16,7 +16,7 @@ import pytest
 from foretell.engine.detokenize import Detokenizer
 from foretell.runtime.ranks import RankError
 from foretell.sequence import SamplingParams
-from foretell.server import guard
+from foretell.server import guard, run
 from foretell.server.guard import JsonLines
 from tests.server import rig
 from tests.server.test_errors import check
@@ -117,19 +117,59 @@ def test_bodies_have_a_limit():
         server.complete(prompt="x", max_tokens=2)
 
 
+@contextmanager
+def connected(server):
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), 30) as client:
+        yield client
+
+
+def drip(client, byte: bytes) -> bytes:
+    """Sends a byte again and again, until the server has had enough; what it said to that."""
+    told = b""
+    client.settimeout(0.02)
+    for _ in range(1000):
+        with suppress(BrokenPipeError, ConnectionResetError):
+            client.sendall(byte)
+        try:
+            if not (part := client.recv(4096)):
+                return told
+            told += part
+        except TimeoutError:
+            continue
+        except ConnectionResetError:
+            return told
+    raise AssertionError("the server waits for ever")
+
+
+def test_a_head_that_never_ends_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(run, "HEAD_TIMEOUT", 0.3)
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+    with rig.running() as server:
+        for begin, byte in (
+            (b"", b""),
+            (b"G", b""),
+            (head, b"x"),
+            (head + b"\r\n" + head, b"x"),
+        ):
+            with connected(server) as client:
+                client.sendall(begin)
+                told = drip(client, byte)
+            assert told.count(b"HTTP/1.1 200") == begin.count(b"\r\n\r\n")
+        with slow(server, 0.05):  # nobody is hurried who has asked, however long the answer takes
+            server.complete(**LONG | {"max_tokens": 20, "speculation": {"enabled": False}})
+
+
 def test_a_body_that_never_ends_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(guard, "BODY_TIMEOUT", 0.2)
+    monkeypatch.setattr(guard, "BODY_TIMEOUT", 0.3)
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n"
     head += "Content-Type: application/json\r\nConnection: close\r\n\r\n"
-    with rig.running() as server, socket.socket() as client:
-        client.settimeout(30)
-        client.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
-        client.sendall(head.encode() + b'{"prompt": ')
-        told = b""
-        while part := client.recv(4096):
-            told += part
-        assert told.startswith(b"HTTP/1.1 408"), told
-        assert b"did not come to its end" in told
+    with rig.running() as server:
+        for byte in (b"", b" "):  # none comes, or they come one by one
+            with connected(server) as client:
+                client.sendall(head.replace("50", "9999").encode() + b'{"prompt": ')
+                told = drip(client, byte)
+            assert told.startswith(b"HTTP/1.1 408"), told
+            assert b"did not come to its end" in told
         # Nobody is hurried who has said all, however long the answer takes.
         with slow(server, 0.05):
             server.complete(**LONG | {"max_tokens": 20, "speculation": {"enabled": False}})
