@@ -127,6 +127,11 @@ def test_after_all_that_it_still_serves(server):
             server.chat(**{"max_tokens": 2, name: None})
 
 
+def test_too_many_prompts_are_not_even_looked_at(server, monkeypatch):
+    monkeypatch.setattr(server.llm, "sequences", None)
+    check(server.post("/v1/completions", prompt=["x"] * 1000), 400, "n")
+
+
 def test_a_context_that_is_too_long(server):
     answer = server.post("/v1/completions", prompt=[5] * 600)
     check(answer, 400, code="context_length_exceeded")
@@ -197,12 +202,15 @@ def test_arguments_of_calls_that_are_no_json(server, arguments):
         {"$ref": "#"},
         {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}},
         {"enum": [str(i) for i in range(40_000)]},
+        {"allOf": [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(40)]},
+        {"type": "string", "pattern": "^b?a{30000}$"},
     ],
-    ids=["endless", "wide", "long"],
+    ids=["endless", "wide", "long", "at once", "repeats"],
 )
 def test_a_schema_that_is_too_much_is_the_requests_fault(server, schema):
     form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
     body = CHAT | {"max_tokens": 40, "seed": 1, "response_format": form}
     message = check(server.post("/v1/chat/completions", **body), 400)
     assert len(message) < 300
+    assert message.startswith(("response_format:", "grammar:"))
     server.chat(max_tokens=2)

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from foretell.drafters.prompt_lookup import NgramIndex
 from foretell.sequence import SamplingParams
 from tests.fakes import Scripted
 from tests.server import rig
@@ -274,3 +275,70 @@ def test_O_figures_add_up_and_never_go_down(answers):
                 assert len(kept) <= len(drafted)
             plainly = server.complete(prompt="a", **SETTINGS, speculation={"enabled": False})
             assert plainly["usage"]["speculation"]["tokens_per_pass"] == 1.0
+
+
+LOADS = [1, 12, 1, 3, 12, 6, 1]
+
+
+@pytest.mark.parametrize("adaptive", ["false", "true"])
+def test_O2_drafts_give_way_to_load_and_come_back_as_good_as_before(answers, adaptive):
+    """Rows for 4 draft tokens are left beside 12 answers. What is drafted stays right throughout:
+    the drafter has missed nothing while it was not asked."""
+    scheme = f"{SELF},adaptive={adaptive}"
+    engine = rig.llm(scheme, max_num_seqs=12, max_num_batched_tokens=16)
+    with rig.running(engine=engine) as server, ThreadPoolExecutor(12) as pool:
+        share: dict[int, list[float]] = {}
+        for load in LOADS:
+            asked = [PROMPTS[i % 5] for i in range(load)]
+            found = list(pool.map(lambda p: server.complete(prompt=p, **SETTINGS), asked))
+            said = [each["choices"][0]["text"] for each in found]
+            assert said == [answers[i % 5].text[: len(said[i])] for i in range(load)]
+            details = [each["usage"]["completion_tokens_details"] for each in found]
+            assert not any(each["rejected_prediction_tokens"] for each in details)
+            accepted = sum(each["accepted_prediction_tokens"] for each in details)
+            share.setdefault(load, []).append(accepted / (40 * load))
+        if adaptive == "false":
+            assert len(set(share[1])) == 1, "alone it drafts as much as ever"
+            assert max(share[12]) < 0.5 * share[1][0]
+        metrics = engine.engine.metrics
+        assert metrics.num_rows <= 16 * metrics.num_steps
+        assert metrics.drafter_errors == 0
+
+
+def test_O2_drafts_that_are_always_wrong_stop(answers):
+    with rig.running(engine=rig.llm(f"{WRONG},adaptive=true")) as server:
+        body = SETTINGS | {"max_tokens": 80}
+        usages = [server.complete(prompt=prompt, **body)["usage"] for prompt in PROMPTS * 2]
+    passes = sum(usage["speculation"]["target_passes"] for usage in usages)
+    first = sum(sum(usage["speculation"]["drafted_by_position"][:1]) for usage in usages)
+    assert 0 < first < passes / 2
+
+
+def test_O3_lookup_in_a_long_prompt_is_bounded_and_pauses(monkeypatch):
+    indexes: list[NgramIndex] = []
+    begin, go_on = NgramIndex.__init__, NgramIndex.continuation
+
+    def kept(self, *ranges):
+        begin(self, *ranges)
+        indexes.append(self)
+
+    def wrong(self, match, count):
+        return [(token + 1) % 200 + 3 for token in go_on(self, match, count)]
+
+    monkeypatch.setattr(NgramIndex, "__init__", kept)
+    monkeypatch.setattr(NgramIndex, "continuation", wrong)
+    drafted = {}
+    for patience in (4, 0):
+        scheme = f"prompt-lookup:k=6,ngram_min=1,ngram_max=500,patience={patience}"
+        engine = rig.llm(scheme)
+        with rig.running(engine=engine) as server:
+            body = {"prompt": "the cat and the hen " * 25, "max_tokens": 150, "ignore_eos": True}
+            on = server.complete(**body, seed=2)
+            off = server.complete(**body, seed=2, speculation={"enabled": False})
+            assert on["choices"] == off["choices"]
+            told = on["usage"]["speculation"]
+            drafted[patience] = told["drafted_by_position"][0] / told["target_passes"]
+    assert drafted[4] < 0.25
+    assert drafted[0] > 0.6
+    assert indexes
+    assert all(0 < each.operations <= 80 * len(each.tokens) for each in indexes)
