@@ -41,6 +41,7 @@ from foretell.models.tokenizer import Tokenizer
 from foretell.progress import progress_bar
 from foretell.sequence import Sequence
 from foretell.server.app import Service, create_app
+from foretell.server.bridge import REST
 from foretell.server.protocol import ChatRequest, CompletionRequest
 from foretell.server.reply import Logprobs, Shape
 from foretell.server.run import Server, listen
@@ -285,6 +286,7 @@ def main() -> None:
                 served.check()
                 visits, rest = visits - 1, time.monotonic() - start - seconds
                 advance(1)
+            time.sleep(2 * REST)  # as it is once nothing is going on
             sizes.append(resident())
             print(f"round {round_ + 1}: {sizes[-1]:.0f} MiB", file=sys.stderr)
     for served in servers:

@@ -18,11 +18,14 @@ from foretell.answer import Delta, Follower, Result
 from foretell.llm import LLM
 from foretell.runtime.ranks import RankError
 from foretell.sequence import Sequence
+from foretell.server import heaps
 from foretell.server.errors import ApiError
 
 log = logging.getLogger("foretell.server")
 LONGEST_STEP = 10.0
 """Seconds that the end waits for the step in progress."""
+REST = 1.0
+"""Seconds without work after which memory that nobody uses goes back to the system."""
 
 
 class Flight:
@@ -163,7 +166,8 @@ class Bridge:
                     self._wake.clear()
                     if self.engine.has_work:
                         self._step()
-                    elif not self._end:
+                    elif not self._end and not self._wake.wait(REST):
+                        heaps.trim()
                         self._wake.wait()
         except BaseException as error:
             self.stopped = "the engine has failed; see the server's log"

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import resource
 import socket
 import sys
-from contextlib import suppress
 from typing import Any
 
 import uvicorn
@@ -16,6 +14,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from foretell.config import ServerConfig
 from foretell.llm import LLM
+from foretell.server import heaps
 from foretell.server.app import create_app
 from foretell.server.guard import log_as_json
 
@@ -23,7 +22,6 @@ _HTTP: Any = AutoHTTPProtocol  # one of two classes, by what is installed
 SWITCH_INTERVAL = 0.0005
 """Seconds that a thread may keep Python to itself while another one waits."""
 
-M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -8, -3, -1  # malloc.h
 BACKLOG = 2048
 """Connections that may wait to be taken."""
 HEAD_TIMEOUT = 30.0
@@ -56,7 +54,7 @@ class Server(uvicorn.Server):
         self.app, self.drain_timeout = app, config.drain_timeout
         # The engine's thread holds up the loop, and the loop the engine, no longer than this.
         sys.setswitchinterval(SWITCH_INTERVAL)
-        bound_heaps()
+        heaps.bound()
         super().__init__(
             uvicorn.Config(
                 app,
@@ -100,17 +98,6 @@ class Connection(_HTTP):
         if self.alarm is not None:
             self.alarm.cancel()
             self.alarm = None
-
-
-def bound_heaps() -> None:
-    """glibc gives threads heaps of their own, and each keeps what a large step once took: few heaps
-    keep the process small, and what is large comes from the system and goes back to it. Other C
-    libraries have nothing to set."""
-    with suppress(AttributeError, OSError):
-        libc = ctypes.CDLL(None)
-        libc.mallopt(M_ARENA_MAX, 2)
-        libc.mallopt(M_TRIM_THRESHOLD, 2**24)
-        libc.mallopt(M_MMAP_THRESHOLD, 2**22)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -132,6 +132,21 @@ def test_a_step_shows_its_tree(page, server):
     show(page, "tree")
 
 
+def test_a_tree_is_in_sight_however_long_the_answer(page, server):
+    expect = playwright.expect
+    page.set_viewport_size({**page.viewport_size, "height": 500})
+    page.goto(server.url)
+    ask(page, TEXT, tokens=450)
+    expect(page.locator("#send")).to_have_text("Send")
+    page.locator(".text").focus()
+    page.keyboard.press("Home")
+    page.locator(".step").first.scroll_into_view_if_needed()
+    assert page.locator(".text").bounding_box()["height"] > 100
+    expect(page.locator(".tree p")).to_be_in_viewport(ratio=1)
+    expect(page.locator(".tree .own")).to_be_in_viewport(ratio=1)
+    show(page, "long")
+
+
 def test_the_keyboard_is_enough(page, server):
     expect = playwright.expect
     page.goto(server.url)
