@@ -96,23 +96,19 @@ def _at_once(schema: Any) -> int:
     known: dict[int, int] = {}
 
     def count(node: Any) -> int:
+        if isinstance(node, list):
+            return sum(map(count, node))
         if isinstance(node, dict) and id(node) not in known:
             known[id(node)] = 0  # a schema that refers to itself asks for nothing more
+            inner = {name: count(value) for name, value in node.items()}
             target: Any = schema if "$ref" in node else None
             for name in str(node.get("$ref", "#")).split("/")[1:]:
                 target = target.get(name) if isinstance(target, dict) else None
-            both = node.get("allOf")
-            parts = [target, *(both if isinstance(both, list) else ())]
-            known[id(node)] = ("pattern" in node) + sum(map(count, parts))
+            known[id(node)] = ("pattern" in node) + inner.get("allOf", 0) + count(target)
         return known.get(id(node), 0)
 
-    most, left = 0, [schema]
-    while left:
-        node = left.pop()
-        most = max(most, count(node))
-        inner = node.values() if isinstance(node, dict) else node
-        left += [each for each in inner if isinstance(each, dict | list)]
-    return most
+    count(schema)
+    return max(known.values())
 
 
 def _short(message: str) -> str:

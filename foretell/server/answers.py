@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 from starlette.requests import Request
@@ -56,16 +56,10 @@ class Answering:
 
     async def whole(self, request: Request) -> Response:
         """The answer in one body; a client that goes away ends it."""
-        reading = asyncio.ensure_future(self._read())
-        gone = asyncio.ensure_future(_gone(request.receive))
         try:
-            await asyncio.wait({reading, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not reading.done():
+            if not await _while_there(request.receive, self._read()):
                 return Response(status_code=499)
-            reading.result()
         finally:
-            reading.cancel()
-            gone.cancel()
             self.close()
         choices = [
             self.shape.choice(i, result, self.logprobs[i], self.splitters[i])
@@ -128,17 +122,11 @@ class EventStream(Response):
         self.answering, self.with_usage = answering, with_usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send(send))
-        gone = asyncio.ensure_future(_gone(receive))
         try:
             # A client that reads nothing keeps its place no longer than others may.
             limit = self.answering.flight.timeout + PATIENCE
-            await asyncio.wait({sending, gone}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()
+            await _while_there(receive, self._send(send), limit)
         finally:
-            sending.cancel()
-            gone.cancel()
             self.answering.close()
 
     async def _send(self, send: Send) -> None:
@@ -149,9 +137,23 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def _while_there(
+    receive: Receive, work: Coroutine[Any, Any, None], limit: float | None = None
+) -> bool:
+    """Works until that is done, time is up, or the client goes away; is it done?"""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        ends = asyncio.FIRST_COMPLETED
+        await asyncio.wait({doing, leaving}, timeout=limit, return_when=ends)
+        return doing.done() and doing.result() is None
+    finally:
+        doing.cancel()
+        leaving.cancel()
 
 
 def _logprobs(llm: LLM, sequence: Sequence) -> Logprobs | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -199,7 +199,9 @@ class Service:
         }
 
     def model(self) -> dict[str, Any]:
-        speculation = self.llm.config.speculation
+        how: dict[str, Any] | None = None
+        if (own := self.llm.config.speculation) is not None:
+            how = {"method": self.scheme, "k": self.llm.engine.k, "verification": own.verification}
         return {
             "id": self.name,
             "object": "model",
@@ -207,13 +209,7 @@ class Service:
             "owned_by": "foretell",
             "max_model_len": self.llm.engine.runtime.max_model_len,
             "sampling": dict(self.llm.target.recommended),
-            "speculation": None
-            if speculation is None
-            else {
-                "method": self.scheme,
-                "k": self.llm.engine.k,
-                "verification": speculation.verification,
-            },
+            "speculation": how,
         }
 
 
@@ -261,28 +257,28 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
         metrics=service.metrics,
     )
 
-    @app.post("/v1/chat/completions", **schema.answers(schema.ChatCompletion, schema.EVENTS))
+    @app.post("/v1/chat/completions", **schema.answers(schema.CHAT, schema.EVENTS))
     async def chat_completions(http: Request, request: ChatRequest) -> Response:
         """Answers a conversation."""
         return await service.answer(http, request)
 
-    @app.post("/v1/completions", **schema.answers(schema.Completion, schema.EVENTS))
+    @app.post("/v1/completions", **schema.answers(schema.COMPLETION, schema.EVENTS))
     async def completions(http: Request, request: CompletionRequest) -> Response:
         """Goes on from a text, or from each of several."""
         return await service.answer(http, request)
 
-    @app.get("/v1/models", **schema.answers(schema.Models))
+    @app.get("/v1/models", **schema.answers(schema.MODELS))
     async def models() -> dict[str, Any]:
         """The one model that is served."""
         return {"object": "list", "data": [service.model()]}
 
-    @app.get("/v1/models/{name:path}", **schema.answers(schema.Model))
+    @app.get("/v1/models/{name:path}", **schema.answers(schema.MODEL))
     async def one_model(name: str) -> dict[str, Any]:
         """The one model that is served."""
         service.check_model(name)
         return service.model()
 
-    @app.post("/tokenize", **schema.answers(schema.Tokens))
+    @app.post("/tokenize", **schema.answers(schema.TOKENS))
     async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
         """Token ids of a text or of a conversation."""
         service.check_model(request.model)
@@ -294,7 +290,7 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
         length = llm.engine.runtime.max_model_len
         return {"tokens": ids, "count": len(ids), "max_model_len": length}
 
-    @app.post("/detokenize", **schema.answers(schema.Text))
+    @app.post("/detokenize", **schema.answers(schema.PROMPT))
     async def detokenize(request: DetokenizeRequest) -> dict[str, Any]:
         """Text of token ids, special ones included."""
         service.check_model(request.model)
@@ -305,7 +301,7 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
                 raise bad_request(message, "tokens")
         return {"prompt": service.tokenizer.decode(request.tokens, skip_special=False)}
 
-    @app.get("/health", responses={code: {"model": schema.Health} for code in (200, 503)})
+    @app.get("/health", responses={code: {"model": schema.HEALTH} for code in (200, 503)})
     async def health() -> JSONResponse:
         """200 while requests are taken, else 503."""
         return JSONResponse(service.health(), 503 if service.bridge.stopped else 200)
@@ -320,20 +316,17 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
 
 
 def _add_errors(app: FastAPI) -> None:
-    @app.exception_handler(ApiError)
-    async def own(request: Request, error: ApiError) -> JSONResponse:
-        return error.response()
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return of_invalid_body(error).response()
-
-    @app.exception_handler(HTTPException)
-    async def http(request: Request, error: HTTPException) -> JSONResponse:
-        return of_http(error, request).response()
-
-    @app.exception_handler(Exception)
-    async def ours(request: Request, error: Exception) -> JSONResponse:
+    def ours(error: Exception, request: Request) -> ApiError:
         name = request.state.request_id
         message = f"the server made a mistake; its log says more under request id {name}"
-        return ApiError(500, message, code="internal_error").response()
+        return ApiError(500, message, code="internal_error")
+
+    def add(kind: type[Exception], told: Callable[[Any, Request], ApiError]) -> None:
+        @app.exception_handler(kind)
+        async def answer(request: Request, error: Exception) -> JSONResponse:
+            return told(error, request).response()
+
+    add(ApiError, lambda error, _: error)
+    add(RequestValidationError, lambda error, _: of_invalid_body(error))
+    add(HTTPException, of_http)
+    add(Exception, ours)

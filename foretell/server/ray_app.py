@@ -244,7 +244,7 @@ class _PassedOn(Response):
                 for message in messages:
                     await send(message)
         except _LOST:
-            text = b"data: " + _body(_lost()) + b"\n\n"
+            text = f"data: {json.dumps(_lost().body)}\n\n".encode()
             await send({"type": "http.response.body", "body": text, "more_body": False})
         finally:
             self.answer.cancel()
@@ -253,10 +253,6 @@ class _PassedOn(Response):
 def _lost() -> ApiError:
     message = "the replica that was answering has been lost; ask again"
     return ApiError(503, message, code="replica_lost", retry_after=1)
-
-
-def _body(error: ApiError) -> bytes:
-    return json.dumps(error.body).encode()
 
 
 def _fields(config: Any) -> dict[str, Any]:

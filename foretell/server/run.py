@@ -75,29 +75,23 @@ class Server(uvicorn.Server):
 class Connection(_HTTP):
     """Ends where the head of a request does not come: uvicorn waits for ever once it has begun."""
 
+    alarm: asyncio.TimerHandle | None = None
+
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        self.alarm: asyncio.TimerHandle | None = None
         self._watch()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._calm()
-
     def _watch(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._calm()
-        elif self.alarm is None:
-            self.alarm = self.loop.call_later(HEAD_TIMEOUT, self.transport.close)
-
-    def _calm(self) -> None:
-        if self.alarm is not None:
+        asked = self.cycle is not None and not self.cycle.response_complete
+        if asked and self.alarm is not None:
             self.alarm.cancel()
             self.alarm = None
+        elif not asked and self.alarm is None:
+            self.alarm = self.loop.call_later(HEAD_TIMEOUT, self.transport.close)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -36,12 +36,12 @@ def test_whatever_the_document_allows_is_answered_as_it_says(server, phase, tmp_
 
 def test_answers_are_as_the_document_says(server):
     of_chat = server.chat(max_tokens=3, logprobs=True, top_logprobs=2, n=2)
-    schema.ChatCompletion.model_validate(of_chat)
+    schema.CHAT.model_validate(of_chat)
     plain = server.complete(prompt="the the the", max_tokens=9, logprobs=2)
-    schema.Completion.model_validate(plain)
-    schema.Models.model_validate(server.http.get("/v1/models").json())
-    schema.Health.model_validate(server.http.get("/health").json())
-    schema.Error.model_validate(server.post("/v1/completions").json())
+    schema.COMPLETION.model_validate(plain)
+    schema.MODELS.model_validate(server.http.get("/v1/models").json())
+    schema.HEALTH.model_validate(server.http.get("/health").json())
+    schema.ERROR.model_validate(server.post("/v1/completions").json())
     document = server.http.get("/openapi.json").json()
     for path, methods in document["paths"].items():
         for route in methods.values():
