@@ -87,7 +87,8 @@ class Grammars:
         begins = grammar.mask([])
         grammar.forced(1)
         if begins is None or not begins.any() or grammar.problem:
-            raise ValueError(f"grammar: {grammar.problem or 'no answer obeys it'}")
+            problem = (grammar.problem or "").replace("NoExtensionBias", "")
+            raise ValueError(f"grammar: {problem or 'no answer obeys it'}")
         return matcher
 
 

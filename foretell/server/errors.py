@@ -121,6 +121,8 @@ def of_http(error: HTTPException, request: Request) -> ApiError:
         message = f"{request.url.path} does not take {request.method}"
         return ApiError(405, message, code="method_not_allowed", headers=error.headers)
     if error.status_code == 400:  # neither our own errors nor those of JSON's grammar
-        message = "the body cannot be read: too deep, or a number of thousands of digits"
+        message = (
+            "the body cannot be read: no UTF-8 text, too deep, or a number of a thousand digits"
+        )
         return ApiError(400, message, code="invalid_json")
     return ApiError(error.status_code, str(error.detail))

@@ -146,7 +146,13 @@ def test_no_such_model_path_method_or_json(server):
     headers = {"Content-Type": "application/json"}
     check(server.http.post("/v1/completions", content=b"{", headers=headers), 400, None)
     check(server.http.post("/v1/completions", content=b"[1]", headers=headers), 400)
-    check(server.http.post("/v1/completions", content=b"\xff", headers=headers), 400)
+    latin = '{"prompt": "caf\xe9"}'.encode("latin-1")
+    assert "UTF-8" in check(
+        server.http.post("/v1/completions", content=latin, headers=headers), 400
+    )
+    assert "no answer" in check(
+        server.post("/v1/completions", **PLAIN, grammar="start: start"), 400
+    )
     # A page of another origin could send this one without asking the browser's leave.
     plain = {"Content-Type": "text/plain"}
     check(server.http.post("/v1/completions", content=json.dumps(PLAIN), headers=plain), 400)
