@@ -14,6 +14,7 @@ import httpx2 as httpx
 import pytest
 
 from foretell.engine.detokenize import Detokenizer
+from foretell.models.grammar import Grammars
 from foretell.runtime.ranks import RankError
 from foretell.sequence import SamplingParams
 from foretell.server import guard, run
@@ -190,6 +191,24 @@ def test_a_full_queue_is_told_when_to_come_back():
             assert len(texts) == 1
         server.complete(prompt="x", max_tokens=2)
         server.wait_idle()
+
+
+def test_a_grammar_that_is_long_to_read_holds_up_nobody(monkeypatch):
+    gate, real = threading.Event(), Grammars.make
+
+    def make(self, text):
+        assert gate.wait(60)
+        return real(self, text)
+
+    monkeypatch.setattr(Grammars, "make", make)
+    with rig.running() as server, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.complete, prompt="x", grammar='start: "the"')
+        for _ in range(3):
+            server.complete(prompt="x", max_tokens=5)
+            server.stream("/v1/completions", prompt="x", max_tokens=5)
+        assert not asked.done()
+        gate.set()
+        assert asked.result()["choices"][0]["text"] == "the"
 
 
 @pytest.mark.parametrize("stream", [False, True])
