@@ -10,8 +10,8 @@ M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -8, -3, -1  # malloc.h
 
 
 def bound() -> None:
-    """glibc gives threads heaps of their own, and each keeps what a large step once took: few heaps
-    keep the process small, and what is large comes from the system and goes back to it."""
+    """glibc gives threads heaps of their own, and each keeps what a large step once took: sharing
+    them keeps the process small, and what is large comes from the system and goes back to it."""
     with suppress(AttributeError, OSError):
         libc = ctypes.CDLL(None)
         libc.mallopt(M_ARENA_MAX, 1)
