@@ -87,9 +87,8 @@ def build_engine(
         config.max_num_seqs,
         max_model_len,
     )
-    if isinstance(runtime, ParallelRuntime):
-        num_pages = runtime.agree(num_pages)
-    runtime.allocate(num_pages, draft_group)
+    begin = runtime.begin if isinstance(runtime, ParallelRuntime) else runtime.allocate
+    begin(num_pages, draft_group)
     engine = Engine(config, runtime, drafters, frozenset(target.config.eos_token_ids))
     calibrate(engine, target)
     return engine, target

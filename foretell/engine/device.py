@@ -28,9 +28,9 @@ class Device:
         """Does the host go on while the device works?"""
         return self.runtime.stream.overlaps
 
-    def submit(self, name: str, call: Callable[[], T], *, ranks: bool = False) -> Work[T]:
+    def submit(self, name: str, call: Callable[[], T]) -> Work[T]:
         """See `Runtime.submit`."""
-        return self.runtime.submit(name, call, ranks=ranks)
+        return self.runtime.submit(name, call)
 
     def wait(self, work: Work[T]) -> T:
         """What came of submitted work."""

@@ -5,18 +5,21 @@ Holds no state of any request: keys and values live in the caches that are passe
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence as SequenceOf
 
 import torch
 from torch import Tensor
 
 from foretell.attention.base import Attention, Layout
-from foretell.attention.rows import add_rms_norm, rms_norm
+from foretell.attention.rows import rms_norm
 from foretell.models.config import ModelConfig
 from foretell.models.layer import Layer
 from foretell.models.linear import Embedding, Linear
 from foretell.models.mla import LatentLayer
 from foretell.models.rope import Rope
+from foretell.models.sharding import Ranks, Steps
+from foretell.models.spread import Listener, half_of, in_halves, straight, through_layers, total
 from foretell.models.whole_pass import can_run, whole_pass
 
 
@@ -27,6 +30,8 @@ class Decoder:
         config: sizes and variants.
         layers: one for each of config.num_layers, all of one class.
         norm: [H] float32, the final norm's weight.
+        ranks: those that it is spread over. Then layers' products are terms of sums, the embedding
+            gives zeros for tokens of other ranks, and the lm_head gathers its outputs by itself.
     """
 
     def __init__(
@@ -37,6 +42,7 @@ class Decoder:
         norm: Tensor,
         lm_head: Linear,
         rope: Rope,
+        ranks: Ranks | None = None,
     ) -> None:
         assert len(layers) == config.num_layers
         self.config = config
@@ -45,7 +51,10 @@ class Decoder:
         self.norm = norm
         self.lm_head = lm_head
         self.rope = rope
-        self.whole_pass = None if config.mla else whole_pass(self, norm)
+        self.ranks = ranks
+        self.listeners: tuple[Listener, Listener] | None = None
+        """Of passes in halves."""
+        self.whole_pass = None if config.mla or ranks else whole_pass(self, norm)
 
     @torch.inference_mode()
     def forward(
@@ -67,22 +76,33 @@ class Decoder:
             Hidden states [R, H] float32 after the final norm, and the tapped ones side by side
             [R, len(taps) * H] float32 or None.
         """
-        config, layers, eps = self.config, self.layers, self.config.rms_norm_eps
         self.rope.cover(layout.positions)
-        x = self.embedding(tokens)  # [R, H]
-        assert layers[0].input_norm is not None
-        hidden = rms_norm(x, layers[0].input_norm, eps)
-        tapped: dict[int, Tensor] = {}
-        for i, layer in enumerate(layers):
-            seen = layer.attend(hidden, config, self.rope, attention, layout, kv[i])
-            # Each norm also adds to x, in place, what the block before it put out.
-            hidden = add_rms_norm(seen, x, layer.post_norm, eps)
-            out = layer.feed(hidden)
-            following = layers[i + 1].input_norm if i + 1 < len(layers) else self.norm
-            assert following is not None
-            hidden = add_rms_norm(out, x, following, eps)
-            if i in taps:
-                tapped[i] = x.clone()
+        border = half_of(layout) if self.ranks and self.ranks.halves else 0
+        if not border:
+            return straight(self._steps(tokens, attention, layout, kv, taps))
+
+        def half(rows: slice, part: Layout) -> Steps[tuple[Tensor, Tensor | None]]:
+            planned = copy.copy(attention)
+            planned.plan(part)
+            return self._steps(tokens[rows], planned, part, kv, taps)
+
+        return in_halves(half, layout, border, self.listeners)
+
+    def _steps(
+        self,
+        tokens: Tensor,
+        attention: Attention,
+        layout: Layout,
+        kv: SequenceOf[tuple[Tensor, Tensor]],
+        taps: tuple[int, ...],
+    ) -> Steps[tuple[Tensor, Tensor | None]]:
+        x = yield from total(self.embedding(tokens), self.ranks)  # [R, H]
+        first = self.layers[0].input_norm
+        assert first is not None
+        hidden, tapped = yield from through_layers(
+            self, self.norm, rms_norm(x, first, self.config.rms_norm_eps), x,
+            attention, layout, kv, taps,
+        )  # fmt: skip
         if not taps:
             return hidden, None
         tapped[-1] = hidden

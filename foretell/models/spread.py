@@ -1,4 +1,4 @@
-"""A rank's part of a decoder: computes up to an exchange with the other ranks, and goes on.
+"""Rows through layers, on one rank or as one's part: computes up to an exchange, and goes on.
 
 Where that is asked for, a batch in which every sequence has as many rows is two batches of half the
 sequences: while one half's exchange is under way the other half computes (DeepSeek-V3, 2412.19437,
@@ -8,26 +8,25 @@ turns, or exchanges would meet the wrong ones.
 
 from __future__ import annotations
 
-import copy
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import fields, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from foretell.attention.base import Attention, Layout
-from foretell.attention.rows import add_rms_norm, rms_norm
+from foretell.attention.rows import add_rms_norm
 from foretell.models.config import ModelConfig
-from foretell.models.decoder import Decoder
 from foretell.models.layer import Layer
-from foretell.models.linear import Embedding, Linear
 from foretell.models.mla import LatentLayer
 from foretell.models.moe import Experts
 from foretell.models.rope import Rope
 from foretell.models.sharding import Exchange, Ranks, Steps
 
+T = TypeVar("T")
 _MOST_ROWS = 2
 """Of each sequence: a root and the one token that is drafted."""
 
@@ -40,84 +39,86 @@ class Listener(Protocol):
     def step(self, counts: dict[str, int]) -> None: ...
 
 
-class SpreadDecoder(Decoder):
-    """As `Decoder`, with products of which only all ranks' sum is the layer's.
+class Network(Protocol):
+    """A decoder or a head."""
+
+    config: ModelConfig
+    rope: Rope
+    ranks: Ranks | None
+    """Those whose products add up to a layer's; None where it is whole."""
+
+    @property
+    def layers(self) -> SequenceOf[Layer | LatentLayer]: ...
+
+
+def total(part: Tensor, ranks: Ranks | None) -> Steps[Tensor]:
+    """A product of which each rank has a term."""
+    return part if ranks is None else (yield ranks.start_sum(part))
+
+
+def through_layers(
+    network: Network,
+    norm: Tensor | None,
+    hidden: Tensor,
+    x: Tensor,
+    attention: Attention,
+    layout: Layout,
+    kv: SequenceOf[tuple[Tensor, Tensor]],
+    taps: tuple[int, ...] = (),
+) -> Steps[tuple[Tensor, dict[int, Tensor]]]:
+    """
+    Args:
+        norm: [H] behind the last layer, None where there is none.
+        hidden: [R, H or 2 H] what the first attention reads.
+        x: [R, H] the residual; all that layers put out is added to it in place.
+
+    Returns:
+        What is behind the norm [R, H], and the outputs [R, H] of layers that are tapped.
+    """
+    config, layers, ranks = network.config, network.layers, network.ranks
+    eps, tapped = config.rms_norm_eps, dict[int, Tensor]()
+    for i, layer in enumerate(layers):
+        seen = layer.attend(hidden, config, network.rope, attention, layout, kv[i])
+        # Each norm also adds to x, in place, what the block before it put out.
+        hidden = add_rms_norm((yield from total(seen, ranks)), x, layer.post_norm, eps)
+        if ranks and isinstance(layer, LatentLayer) and isinstance(layer.block, Experts):
+            out = yield from layer.block.over_ranks(hidden, ranks)
+        else:
+            out = yield from total(layer.feed(hidden), ranks)
+        following = layers[i + 1].input_norm if i + 1 < len(layers) else norm
+        hidden = x.add_(out) if following is None else add_rms_norm(out, x, following, eps)
+        if i in taps:
+            tapped[i] = x.clone()
+    return hidden, tapped
+
+
+def straight(steps: Steps[T]) -> T:
+    """Runs a pass to its end; each exchange is waited for at once."""
+    came = None
+    while True:
+        try:
+            came = steps.send(came)()
+        except StopIteration as end:
+            return end.value
+
+
+def in_halves(
+    steps: Callable[[slice, Layout], Steps[tuple[Tensor, Tensor | None]]],
+    layout: Layout,
+    border: int,
+    listeners: SequenceOf[Listener] | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Two passes in turn.
 
     Args:
-        embedding: zeros for tokens of other ranks.
-        lm_head: gathers its outputs by itself.
+        steps: the pass of some rows, which have this layout.
+        border: the first row of the second half.
     """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        embedding: Embedding,
-        layers: SequenceOf[Layer | LatentLayer],
-        norm: Tensor,
-        lm_head: Linear,
-        rope: Rope,
-        ranks: Ranks,
-    ) -> None:
-        super().__init__(config, embedding, layers, norm, lm_head, rope)
-        self.whole_pass = None
-        self.ranks = ranks
-        self.listeners: tuple[Listener, Listener] | None = None
-        """Of passes in halves."""
-
-    @torch.inference_mode()
-    def forward(
-        self,
-        tokens: Tensor,
-        attention: Attention,
-        layout: Layout,
-        kv: SequenceOf[tuple[Tensor, Tensor]],
-        taps: tuple[int, ...] = (),
-    ) -> tuple[Tensor, Tensor | None]:
-        """See `Decoder.forward`."""
-        self.rope.cover(layout.positions)
-        border = half_of(layout) if self.ranks.halves else 0
-        if not border:
-            (result,) = _in_turn([self._steps(tokens, attention, layout, kv, taps)])
-            return result
-        halves: list[Steps[tuple[Tensor, Tensor | None]]] = []
-        for rows in (slice(0, border), slice(border, None)):
-            part, planned = _rows_of(layout, rows), copy.copy(attention)
-            planned.plan(part)
-            halves.append(self._steps(tokens[rows], planned, part, kv, taps))
-        (first, more), (second, others) = _in_turn(halves, self.listeners)
-        features = None if more is None or others is None else torch.cat([more, others])
-        return torch.cat([first, second]), features
-
-    def _steps(
-        self,
-        tokens: Tensor,
-        attention: Attention,
-        layout: Layout,
-        kv: SequenceOf[tuple[Tensor, Tensor]],
-        taps: tuple[int, ...],
-    ) -> Steps[tuple[Tensor, Tensor | None]]:
-        config, layers, eps = self.config, self.layers, self.config.rms_norm_eps
-        sums = self.ranks.start_sum
-        x = yield sums(self.embedding(tokens))  # [R, H]
-        assert layers[0].input_norm is not None
-        hidden = rms_norm(x, layers[0].input_norm, eps)
-        tapped: dict[int, Tensor] = {}
-        for i, layer in enumerate(layers):
-            seen = yield sums(layer.attend(hidden, config, self.rope, attention, layout, kv[i]))
-            hidden = add_rms_norm(seen, x, layer.post_norm, eps)
-            if isinstance(layer, LatentLayer) and isinstance(layer.block, Experts):
-                out = yield from layer.block.over_ranks(hidden, self.ranks)
-            else:
-                out = yield sums(layer.feed(hidden))
-            following = layers[i + 1].input_norm if i + 1 < len(layers) else self.norm
-            assert following is not None
-            hidden = add_rms_norm(out, x, following, eps)
-            if i in taps:
-                tapped[i] = x.clone()
-        if not taps:
-            return hidden, None
-        tapped[-1] = hidden
-        return hidden, torch.cat([tapped[tap] for tap in taps], dim=1)
+    halves = [slice(0, border), slice(border, None)]
+    passes = [steps(rows, _rows_of(layout, rows)) for rows in halves]
+    (first, more), (second, others) = _in_turn(passes, listeners)
+    features = None if more is None or others is None else torch.cat([more, others])
+    return torch.cat([first, second]), features
 
 
 def half_of(layout: Layout) -> int:

@@ -13,7 +13,10 @@ from foretell.attention.base import Layout
 from foretell.spec.drafter import Rows
 
 HEADER = 6
-"""Words that say how much of everything follows: rows, outputs, sequences, pages of each, moves."""
+"""Words that say how much of everything follows: rows, outputs, sequences, pages of each, moves;
+and what runs them."""
+TARGET, HEAD, FOLLOW = range(3)
+"""The target; a head; a head on the target's last rows, of which nothing follows."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,13 @@ def with_moves(words: np.ndarray, moves: SequenceOf[SequenceOf[int]]) -> np.ndar
     assert not words[4]
     words = np.concatenate([words, np.array([*moves[0], *moves[1]], dtype=np.int32)])
     words[4] = len(moves[0])
+    return words
+
+
+def order(what: int, words: np.ndarray | None = None) -> np.ndarray:
+    """The same buffer, or an empty one, for another than the target."""
+    words = np.zeros(HEADER, np.int32) if words is None else words
+    words[HEADER - 1] = what
     return words
 
 

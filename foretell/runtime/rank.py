@@ -1,6 +1,6 @@
 """A rank that is not the first: receive a buffer, run its rows, and again.
 
-It has a part of the target and the target's KV, and nothing of a draft.
+It has a part of the target, and of a head that drafts single tokens; of other drafts nothing.
 """
 
 from __future__ import annotations
@@ -10,15 +10,20 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from foretell.attention.compiler import have_compiler
 from foretell.attention.cpu import CpuAttention
 from foretell.attention.pool import num_threads, set_num_threads
 from foretell.attention.reference import ReferenceAttention
-from foretell.config import EngineConfig
+from foretell.config import EngineConfig, SpeculationConfig
+from foretell.drafters import expand, spread_head
+from foretell.models.head import Head
 from foretell.models.loader import load
+from foretell.runtime.batch import HEAD, HEADER, TARGET
 from foretell.runtime.channel import Broadcast, Channel, SharedMemory
 from foretell.runtime.identity import identity
 from foretell.runtime.kv import num_pages_for, page_bytes
@@ -39,7 +44,6 @@ def follow(config: EngineConfig, group: Group, channel: Channel | None) -> None:
     """
     group.halves = config.halves
     group.ask("identity", identity(config))
-    group.connect()
     channel = channel or Broadcast(group.words())
     target = load(
         config.model, config.weights, max_model_len=config.max_model_len, progress=False,
@@ -53,26 +57,54 @@ def follow(config: EngineConfig, group: Group, channel: Channel | None) -> None:
         max_model_len=length,
         page_size=config.page_size,
     )
+    loaded = spread_head(config.speculation and expand(config.speculation, target), target)
+    draft = None
+    if loaded is not None:
+        runtime.taps, draft = loaded.taps, loaded.head.config.kv_group(loaded.kv_dtype)
     size = config.page_size
+    groups = [runtime.target_group, *([draft] if draft else [])]
     room = num_pages_for(
-        config.kv_memory, page_bytes([runtime.target_group], size) * group.neighbours, size,
+        config.kv_memory, page_bytes(groups, size) * group.neighbours, size,
         config.max_num_seqs, length,
     )  # fmt: skip
-    runtime.allocate(group.ask("loaded", room), None)
-    group.tell("memory", memory(runtime))
-    serve(runtime, channel)
+    runtime.allocate(group.ask("loaded", room), draft)
+    runtime.warm()
+    group.ask("memory", memory(runtime, loaded))
+    group.connect()
+    serve(runtime, channel, loaded and loaded.head)
     group.close()
 
 
-def serve(runtime: Runtime, channel: Channel) -> None:
-    """The loop."""
+@torch.inference_mode()
+def serve(runtime: Runtime, channel: Channel, head: Head | None) -> None:
+    """The loop.
+
+    Args:
+        head: this rank's part of one.
+    """
     assert runtime.kv is not None
-    with torch.inference_mode():
-        while (words := channel.receive()) is not None:
+    features: Tensor | None = None
+    while (words := channel.receive()) is not None:
+        what = words[HEADER - 1]
+        if what == TARGET:
             ready = runtime.plan(words)
             if ready.batch.moves.numel():
                 runtime.kv.move("target", *ready.batch.moves.tolist())
-            runtime.run_target(ready)
+            features = runtime.run_target(ready).features
+            continue
+        assert head is not None
+        assert head.ranks is not None
+        if what == HEAD:
+            ready = runtime.plan(words)
+            given = torch.empty(len(ready.batch.tokens), head.config.hidden_size)
+            runtime.run_head(head, ready, head.ranks.share(given))
+        else:
+            assert runtime.ran is not None
+            assert features is not None
+            layout = runtime.ran.batch.layout
+            sizes = [len(layout.positions), len(layout.page_table)]
+            tokens, outputs = head.ranks.share(torch.empty(sum(sizes)).long()).split(sizes)
+            runtime.follow_target(head, tokens, head.feature(features), outputs)
 
 
 def memory(runtime: Runtime, drafter: object = None) -> dict[str, int]:
@@ -90,10 +122,17 @@ def memory(runtime: Runtime, drafter: object = None) -> dict[str, int]:
     }
 
 
+def _speculation(config: dict[str, Any]) -> SpeculationConfig | None:
+    """Out of JSON."""
+    given = config["speculation"]
+    also = tuple(SpeculationConfig(**each) for each in given["also"]) if given else ()
+    return given and SpeculationConfig(**given | {"also": also})
+
+
 def main(text: str) -> int:
     """A rank that rank 0 has started."""
     what = json.loads(text)
-    config = EngineConfig(**what["config"])
+    config = EngineConfig(**what["config"] | {"speculation": _speculation(what["config"])})
     set_num_threads(max(1, (config.threads or num_threads()) // config.tensor_parallel))
     channel = SharedMemory(what["memory"], [socket.socket(fileno=what["socket"])])
     world = config.tensor_parallel
