@@ -151,6 +151,8 @@ class Leader:
     @contextmanager
     def all_run(self, words: np.ndarray) -> Iterator[None]:
         """While it lasts all ranks run what these words say."""
+        if self.broken is not None:  # exchanges would meet the wrong ones
+            raise self.broken
         self.busy = True
         try:
             self.channel.send(words)
