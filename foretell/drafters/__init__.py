@@ -82,14 +82,12 @@ def expand(config: SpeculationConfig, target: LoadedModel) -> SpeculationConfig:
 
 def spread_head(config: SpeculationConfig | None, target: LoadedModel) -> LoadedHead | None:
     """This rank's part of the head that is spread over ranks, None where there is none."""
-    from foretell.drafters.eagle import Eagle, HeadOptions
+    from foretell.drafters.eagle import Eagle
 
     for each in (config, *config.also) if config else ():
         kind = find(each.method)
-        options = read_options(kind.Options, each.options, each.method)
-        if not issubclass(kind, Eagle) or not isinstance(options, HeadOptions):
-            continue
-        if options.ranks(each.k, target):
+        options: Any = read_options(kind.Options, each.options, each.method)
+        if issubclass(kind, Eagle) and options.ranks(each.k, target):
             return kind.load(each, options, target)
     return None
 

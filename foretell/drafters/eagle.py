@@ -68,11 +68,6 @@ class HeadOptions(TreeOptions):
             )
         return own
 
-    @property
-    def reading(self) -> dict[str, bool]:
-        """What a reader of its files is told besides."""
-        return {}
-
     def ranks(self, k: int, target: LoadedModel) -> Ranks | None:
         """Those that the head is spread over, as the target is: one that drafts single tokens runs
         once for each pass of the target. More would wait for all ranks once a token, and lies on
@@ -124,8 +119,7 @@ class Eagle(Drafter):
         """The head, or this rank's part of it."""
         path, ranks = options.find(config.method, target), options.ranks(config.k, target)
         weights = weight_format(options.weights or target.weights)
-        vocab = options.draft_vocab
-        return cls.read(path, target, weights, vocab, ranks=ranks, **options.reading)
+        return cls.read(path, target, weights, options.draft_vocab, ranks)
 
     def observe(self, commit: Commit) -> None:
         """Runs every pair that became final, all sequences at once; none past the head's limit."""

@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from foretell.config import SpeculationConfig
 from foretell.drafters.eagle import Eagle, HeadOptions
 from foretell.models.loader import LoadedModel
 from foretell.models.mtp_formats import load_mtp
+from foretell.spec.drafter import DraftRuntime
 from foretell.spec.training import Rule
 
 
@@ -33,6 +35,7 @@ class MTP(Eagle):
         def find(self, method: str, target: LoadedModel) -> Path:
             return super().find(method, target) if self.model else target.path
 
-        @property
-        def reading(self) -> dict[str, bool]:
-            return {"recycle_normed": self.recycle_normed}
+    def __init__(self, config: SpeculationConfig, runtime: DraftRuntime) -> None:
+        super().__init__(config, runtime)
+        assert isinstance(self.options, MTP.Options)
+        self.head.recycle_normed = self.options.recycle_normed

@@ -5,7 +5,6 @@ Holds no state of any request: keys and values live in the caches that are passe
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence as SequenceOf
 
 import torch
@@ -19,7 +18,15 @@ from foretell.models.linear import Embedding, Linear
 from foretell.models.mla import LatentLayer
 from foretell.models.rope import Rope
 from foretell.models.sharding import Ranks, Steps
-from foretell.models.spread import Listener, half_of, in_halves, straight, through_layers, total
+from foretell.models.spread import (
+    Listener,
+    half_of,
+    in_halves,
+    planned_for,
+    straight,
+    through_layers,
+    total,
+)
 from foretell.models.whole_pass import can_run, whole_pass
 
 
@@ -77,41 +84,27 @@ class Decoder:
             [R, len(taps) * H] float32 or None.
         """
         self.rope.cover(layout.positions)
-        border = half_of(layout) if self.ranks and self.ranks.halves else 0
-        if not border:
-            return straight(self._steps(tokens, attention, layout, kv, taps))
 
-        def half(rows: slice, part: Layout) -> Steps[tuple[Tensor, Tensor | None]]:
-            planned = copy.copy(attention)
-            planned.plan(part)
-            return self._steps(tokens[rows], planned, part, kv, taps)
+        def steps(
+            tokens: Tensor, attention: Attention, layout: Layout
+        ) -> Steps[tuple[Tensor, Tensor | None]]:
+            x = yield from total(self.embedding(tokens), self.ranks)  # [R, H]
+            first = self.layers[0].input_norm
+            assert first is not None
+            hidden = rms_norm(x, first, self.config.rms_norm_eps)
+            hidden, tapped = yield from through_layers(
+                self, self.norm, hidden, x, attention, layout, kv, taps
+            )
+            tapped[-1] = hidden
+            return hidden, torch.cat([tapped[tap] for tap in taps], dim=1) if taps else None
 
-        return in_halves(half, layout, border, self.listeners)
-
-    def _steps(
-        self,
-        tokens: Tensor,
-        attention: Attention,
-        layout: Layout,
-        kv: SequenceOf[tuple[Tensor, Tensor]],
-        taps: tuple[int, ...],
-    ) -> Steps[tuple[Tensor, Tensor | None]]:
-        x = yield from total(self.embedding(tokens), self.ranks)  # [R, H]
-        first = self.layers[0].input_norm
-        assert first is not None
-        hidden, tapped = yield from through_layers(
-            self, self.norm, rms_norm(x, first, self.config.rms_norm_eps), x,
-            attention, layout, kv, taps,
-        )  # fmt: skip
-        if not taps:
-            return hidden, None
-        tapped[-1] = hidden
-        return hidden, torch.cat([tapped[tap] for tap in taps], dim=1)
-
-    @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [O, V] float32 of hidden states [O, H]."""
-        return self.lm_head(hidden)
+        if not self.ranks or not self.ranks.halves or not (border := half_of(layout)):
+            return straight(steps(tokens, attention, layout))
+        halves = [slice(0, border), slice(border, None)]
+        return in_halves(
+            [steps(tokens[rows], *planned_for(rows, attention, layout)) for rows in halves],
+            self.listeners,
+        )
 
     @torch.inference_mode()
     def run(
@@ -131,7 +124,7 @@ class Decoder:
         """
         if self.whole_pass is None or not len(tokens) or not can_run(attention, kv):
             hidden, features = self.forward(tokens, attention, layout, kv, taps)
-            return self.logits(hidden[outputs]), features
+            return self.lm_head(hidden[outputs]), features
         self.rope.cover(layout.positions)
         logits, hidden, features = self.whole_pass(tokens, attention, layout, kv, outputs, taps)
         width = hidden.shape[1]

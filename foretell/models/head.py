@@ -91,7 +91,7 @@ class Head:
 
     @torch.inference_mode()
     def feature(self, tapped: Tensor) -> Tensor:
-        """What `forward` takes, [R, H], of the target's tapped layers [R, taps * H_target]."""
+        """What `run` takes, [R, H], of the target's tapped layers [R, taps * H_target]."""
         return tapped if self.fuse is None else self.fuse(tapped, self.config.rms_norm_eps)
 
     @torch.inference_mode()
@@ -104,27 +104,8 @@ class Head:
         layout: Layout,
         kv: SequenceOf[tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """`forward` in one compiled call where that can be had."""
-        if self.whole_pass is None or not len(tokens) or not can_run(attention, kv):
-            return self.forward(tokens, features, outputs, attention, layout, kv)
-        self.rope.cover(layout.positions)
-        taps = () if self.recycle_normed else (len(self.layers) - 1,)
-        logits, hidden, tapped = self.whole_pass(
-            tokens, attention, layout, kv, outputs, taps, features.contiguous()
-        )
-        return logits, (hidden if self.recycle_normed else tapped)[outputs.long()]
-
-    @torch.inference_mode()
-    def forward(
-        self,
-        tokens: Tensor,
-        features: Tensor,
-        outputs: Tensor,
-        attention: Attention,
-        layout: Layout,
-        kv: SequenceOf[tuple[Tensor, Tensor]],
-    ) -> tuple[Tensor, Tensor]:
-        """Runs pairs and writes their keys and values; ``attention`` is planned for ``layout``.
+        """Runs pairs and writes their keys and values, in one compiled call where that can be had;
+        ``attention`` is planned for ``layout``.
 
         Args:
             tokens: [R] the tokens after the features' positions.
@@ -136,6 +117,13 @@ class Head:
             Logits [O, Vd] float32 and the features [O, H] of the pairs that follow.
         """
         self.rope.cover(layout.positions)
+        rows = outputs.long()
+        if self.whole_pass and len(tokens) and can_run(attention, kv):
+            taps = () if self.recycle_normed else (len(self.layers) - 1,)
+            logits, hidden, tapped = self.whole_pass(
+                tokens, attention, layout, kv, outputs, taps, features.contiguous()
+            )
+            return logits, (hidden if self.recycle_normed else tapped)[rows]
 
         def steps() -> Steps[tuple[Tensor, Tensor]]:
             embedded = yield from total(self.embedding(tokens), self.ranks)
@@ -145,7 +133,6 @@ class Head:
             return hidden, x
 
         hidden, x = straight(steps())
-        rows = outputs.long()
         normed = hidden[rows]  # [O, H]
         return self.lm_head(normed), normed if self.recycle_normed else x[rows]
 

@@ -51,7 +51,6 @@ def load_eagle(
     target: LoadedModel,
     weights: Weights,
     draft_vocab: str = "",
-    *,
     ranks: Ranks | None = None,
 ) -> LoadedHead:
     """EAGLE and EAGLE-2 (yuhuili/EAGLE-*), HASS, speculators' first format, and our own, whose
@@ -93,12 +92,10 @@ def load_eagle(
     for i in range(1, config.num_layers):
         layers.append(reader.layer(f"{root}layers.{i}.", config))
     ids = own_ids(names, settings, draft_vocab, path, target.config.vocab_size)
-    embedding, lm_head = shared(target, ids, ranks)
     head = Head(
         config=config,
-        embedding=embedding,
         layers=layers,
-        lm_head=lm_head,
+        **shared(target, ids, ranks),
         rope=Rope(config),
         mix=reader.linear({root + fc: hidden}, 2 * hidden, bias=bias),
         norm_embed=norm(flag("norm_embed", restored or para), "embedding_layernorm"),
@@ -117,7 +114,6 @@ def load_eagle3(
     target: LoadedModel,
     weights: Weights,
     draft_vocab: str = "",
-    *,
     ranks: Ranks | None = None,
 ) -> LoadedHead:
     """EAGLE-3 and 3.1: SafeAILab, SpecForge, speculators (``transformer_layer_config``).
@@ -142,7 +138,7 @@ def load_eagle3(
     table = f"{root}embed_tokens.weight"
     if hidden == width:  # some exporters save a random one
         names.skip(table)
-        embedding = shared(target, None, ranks)[0]
+        embedding = shared(target, None, ranks)["embedding"]
     else:
         whole = "int8" if weights == "int4" else weights
         embedding = own_embedding(whole, take(table, vocab, hidden), config, ranks)
@@ -150,7 +146,7 @@ def load_eagle3(
     wanted = draft_ids(draft_vocab, path, vocab)
     if (own := "lm_head.weight") not in names:
         ids = ids if wanted is None else wanted
-        lm_head = shared(target, ids, ranks)[1]
+        lm_head = shared(target, ids, ranks)["lm_head"]
     else:
         weight = take(own, vocab if ids is None else len(ids), hidden)
         weight, ids = rows_of(weight, ids, wanted, vocab)

@@ -217,18 +217,16 @@ def rows_of(
     return weight[place[wanted]], wanted
 
 
-def shared(
-    target: LoadedModel, ids: Tensor | None, ranks: Ranks | None = None
-) -> tuple[Embedding, Linear]:
-    """The target's embedding and its output projection, or those rows of it.
+def shared(target: LoadedModel, ids: Tensor | None, ranks: Ranks | None = None) -> dict[str, Any]:
+    """The target's embedding and its lm_head, or those rows of it.
 
     Args:
         ids: ascending.
         ranks: those that a head is spread over, as the target is; others need the two whole.
     """
-    own = target.ends if ranks is None else (target.model.embedding, target.model.lm_head)
-    lm_head: Any = own[1]
-    return own[0], lm_head if ids is None else lm_head.rows(ids)
+    model: Any = target.model
+    embedding, lm_head = target.ends if ranks is None else (model.embedding, model.lm_head)
+    return {"embedding": embedding, "lm_head": lm_head if ids is None else lm_head.rows(ids)}
 
 
 def own_embedding(

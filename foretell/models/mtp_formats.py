@@ -32,8 +32,6 @@ def load_mtp(
     target: LoadedModel,
     weights: Weights,
     draft_vocab: str = "",
-    *,
-    recycle_normed: bool = True,
     ranks: Ranks | None = None,
 ) -> LoadedHead:
     """The first MTP module of a checkpoint, beside whatever else it holds: DeepSeek-V3's layout
@@ -68,18 +66,16 @@ def load_mtp(
     table = f"{prefix}d2t"  # ours: the others speak about every token
     own = {"draft_vocab_size": names.shape(table)[0]} if table in names else {}
     ids = own_ids(names, own, draft_vocab, path, vocab, prefix)
-    embedding, lm_head = shared(target, ids, ranks)
     head = Head(
         config=config,
-        embedding=embedding,
         layers=layers,
-        lm_head=lm_head,
+        **shared(target, ids, ranks),
         rope=Rope(config),
         mix=make_linear(weights, weight),
         norm_embed=reader.norm(prefix + embed, hidden),
         norm_hidden=reader.norm(prefix + feature, hidden),
         norm_out=reader.norm(prefix + out, hidden),
-        recycle_normed=recycle_normed,
+        recycle_normed=True,
         ranks=ranks,
     )
     names.finish()

@@ -8,11 +8,11 @@ turns, or exchanges would meet the wrong ones.
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import fields, replace
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -102,25 +102,6 @@ def straight(steps: Steps[T]) -> T:
             return end.value
 
 
-def in_halves(
-    steps: Callable[[slice, Layout], Steps[tuple[Tensor, Tensor | None]]],
-    layout: Layout,
-    border: int,
-    listeners: SequenceOf[Listener] | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Two passes in turn.
-
-    Args:
-        steps: the pass of some rows, which have this layout.
-        border: the first row of the second half.
-    """
-    halves = [slice(0, border), slice(border, None)]
-    passes = [steps(rows, _rows_of(layout, rows)) for rows in halves]
-    (first, more), (second, others) = _in_turn(passes, listeners)
-    features = None if more is None or others is None else torch.cat([more, others])
-    return torch.cat([first, second]), features
-
-
 def half_of(layout: Layout) -> int:
     """The row at which a batch is cut into halves, 0 where it stays one: every sequence has as many
     rows, at most two."""
@@ -134,15 +115,21 @@ def half_of(layout: Layout) -> int:
     return num // 2 * each
 
 
-def _rows_of(layout: Layout, rows: slice) -> Layout:
+def planned_for(rows: slice, attention: Attention, layout: Layout) -> tuple[Attention, Layout]:
+    """Attention and layout of some rows only."""
     shared = ("page_table", "page_size")
     parts = {f.name: getattr(layout, f.name)[rows] for f in fields(layout) if f.name not in shared}
-    return replace(layout, **parts)
+    part, planned = replace(layout, **parts), copy.copy(attention)
+    planned.plan(part)
+    return planned, part
 
 
-def _in_turn(passes: list[Steps[Any]], listeners: SequenceOf[Listener] | None = None) -> list[Any]:
-    """Runs passes to their ends, each up to its next exchange and then the next one."""
-    results: list[Any] = [None] * len(passes)
+def in_halves(
+    passes: SequenceOf[Steps[tuple[Tensor, Tensor | None]]],
+    listeners: SequenceOf[Listener] | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Runs two passes, each up to its next exchange and then the other one."""
+    results: list[tuple[Tensor, Tensor | None]] = []
     exchanges: dict[int, tuple[Exchange, float]] = {}
     for i, each in enumerate(passes):
         begun = time.perf_counter()
@@ -157,12 +144,14 @@ def _in_turn(passes: list[Steps[Any]], listeners: SequenceOf[Listener] | None = 
             try:
                 following = passes[i].send(came)
                 exchanges[i] = following, time.perf_counter()
-            except StopIteration as end:
-                results[i] = end.value
+            except StopIteration as end:  # both have as many exchanges: in order, then
+                results.append(end.value)
                 del exchanges[i]
             if listeners:
                 listeners[i].phase("exchange", begun, there)
                 listeners[i].phase("compute", there, time.perf_counter())
-    for i, listener in enumerate(listeners or ()):
-        listener.step({"rows": len(results[i][0])})
-    return results
+    for listener, (hidden, _) in zip(listeners or (), results, strict=False):
+        listener.step({"rows": len(hidden)})
+    features = [part for _, part in results if part is not None]
+    hidden = torch.cat([hidden for hidden, _ in results])
+    return hidden, torch.cat(features) if features else None

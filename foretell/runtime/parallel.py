@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -17,7 +18,6 @@ import weakref
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -63,7 +63,6 @@ class Leader:
         """Is a pass under way that all take part in?"""
         self.broken: BaseException | None = None
         """What ended one before its end: the ranks are out of step."""
-        self._looked = 0.0
         self.memory: list[dict[str, int]] = []
         """Bytes by group of each other rank."""
         self.stream = Worker("pass")
@@ -95,7 +94,7 @@ class Leader:
             mine, theirs = socket.socketpair()
             what = {
                 "rank": rank, "port": self.group.port, "memory": file, "socket": theirs.fileno(),
-                "config": asdict(config),
+                "config": pickle.dumps(config).hex(),
             }  # fmt: skip
             self.processes.append(
                 subprocess.Popen(
@@ -143,10 +142,8 @@ class Leader:
         Raises:
             RankError: a rank is lost.
         """
-        due = (now := time.monotonic()) - self._looked > _LOOK
-        if reason := self.failed or (self.lost() if due else None):
+        if reason := self.failed or self.lost():
             self.fail(reason)
-        self._looked = now if due else self._looked
 
     @contextmanager
     def all_run(self, words: np.ndarray) -> Iterator[None]:

@@ -6,11 +6,11 @@ It has a part of the target, and of a head that drafts single tokens; of other d
 from __future__ import annotations
 
 import json
+import pickle
 import signal
 import socket
 import sys
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +19,11 @@ from foretell.attention.compiler import have_compiler
 from foretell.attention.cpu import CpuAttention
 from foretell.attention.pool import num_threads, set_num_threads
 from foretell.attention.reference import ReferenceAttention
-from foretell.config import EngineConfig, SpeculationConfig
+from foretell.config import EngineConfig
 from foretell.drafters import expand, spread_head
 from foretell.models.head import Head
 from foretell.models.loader import load
-from foretell.runtime.batch import HEAD, HEADER, TARGET
+from foretell.runtime.batch import FOLLOW, HEAD, HEADER, TARGET
 from foretell.runtime.channel import Broadcast, Channel, SharedMemory
 from foretell.runtime.identity import identity
 from foretell.runtime.kv import num_pages_for, page_bytes
@@ -86,8 +86,10 @@ def serve(runtime: Runtime, channel: Channel, head: Head | None) -> None:
     features: Tensor | None = None
     while (words := channel.receive()) is not None:
         what = words[HEADER - 1]
+        ready = runtime.plan(words) if what != FOLLOW else runtime.ran
+        assert ready is not None
+        rows, sequences = len(ready.batch.tokens), len(ready.batch.layout.page_table)
         if what == TARGET:
-            ready = runtime.plan(words)
             if ready.batch.moves.numel():
                 runtime.kv.move("target", *ready.batch.moves.tolist())
             features = runtime.run_target(ready).features
@@ -95,16 +97,13 @@ def serve(runtime: Runtime, channel: Channel, head: Head | None) -> None:
         assert head is not None
         assert head.ranks is not None
         if what == HEAD:
-            ready = runtime.plan(words)
-            given = torch.empty(len(ready.batch.tokens), head.config.hidden_size)
-            runtime.run_head(head, ready, head.ranks.share(given))
+            given = head.ranks.share(torch.empty(rows, head.config.hidden_size))
+            runtime.run_head(head, ready, given)
         else:
-            assert runtime.ran is not None
             assert features is not None
-            layout = runtime.ran.batch.layout
-            sizes = [len(layout.positions), len(layout.page_table)]
-            tokens, outputs = head.ranks.share(torch.empty(sum(sizes)).long()).split(sizes)
-            runtime.follow_target(head, tokens, head.feature(features), outputs)
+            both = head.ranks.share(torch.empty(rows + sequences, dtype=torch.int64))
+            given, drawn = head.feature(features), both[:rows]
+            runtime.follow_target(head, drawn, given, both[rows:])
 
 
 def memory(runtime: Runtime, drafter: object = None) -> dict[str, int]:
@@ -122,17 +121,10 @@ def memory(runtime: Runtime, drafter: object = None) -> dict[str, int]:
     }
 
 
-def _speculation(config: dict[str, Any]) -> SpeculationConfig | None:
-    """Out of JSON."""
-    given = config["speculation"]
-    also = tuple(SpeculationConfig(**each) for each in given["also"]) if given else ()
-    return given and SpeculationConfig(**given | {"also": also})
-
-
 def main(text: str) -> int:
     """A rank that rank 0 has started."""
     what = json.loads(text)
-    config = EngineConfig(**what["config"] | {"speculation": _speculation(what["config"])})
+    config: EngineConfig = pickle.loads(bytes.fromhex(what["config"]))  # of this very user
     set_num_threads(max(1, (config.threads or num_threads()) // config.tensor_parallel))
     channel = SharedMemory(what["memory"], [socket.socket(fileno=what["socket"])])
     world = config.tensor_parallel
