@@ -270,6 +270,19 @@ def test_rows_are_laid_out_before_they_are_needed(scheme):
     assert llm.engine.ahead.taken - taken >= llm.engine.metrics.num_steps - before - 4
 
 
+@pytest.mark.parametrize("scheme", [SCHEMES[2], "prompt-lookup:k=4,adaptive=true"], ids=named)
+def test_rows_are_laid_out_though_a_drafter_is_loaded(scheme):
+    """It only has to be silent; where it is not, rows are made again."""
+    llm = beside(tiny.llm(scheme))
+    before = llm.engine.metrics.num_steps
+    results = llm.generate(PROMPTS[:3], tiny.greedy(), speculate=False)
+    assert tiny.ids(results) == plain("greedy")[:3]
+    steps, taken = llm.engine.metrics.num_steps - before, llm.engine.ahead.taken
+    assert taken >= steps - 4
+    assert tiny.ids(llm.generate(PROMPTS, tiny.greedy())) == plain("greedy")
+    tiny.check_idle(settled(llm))
+
+
 def test_the_caller_works_while_the_pass_is_under_way(monkeypatch):
     llm, seen, over = beside(tiny.llm()), [], threading.Event()
     forward = llm.engine.runtime.forward_target
