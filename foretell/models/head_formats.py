@@ -17,6 +17,7 @@ from foretell.models.checkpoint import Checkpoint
 from foretell.models.head import Fusion, Head
 from foretell.models.head_reader import (
     Reader,
+    ascending,
     count_layers,
     draft_ids,
     open_tensors,
@@ -47,12 +48,9 @@ class LoadedHead:
 
 
 def load_eagle(
-    path: Path,
-    target: LoadedModel,
-    weights: Weights,
-    draft_vocab: str = "",
+    path: Path, target: LoadedModel, weights: Weights, draft_vocab: str = "",
     ranks: Ranks | None = None,
-) -> LoadedHead:
+) -> LoadedHead:  # fmt: skip
     """EAGLE and EAGLE-2 (yuhuili/EAGLE-*), HASS, speculators' first format, and our own, whose
     config names its norms: ``norm_embed``, ``norm_hidden``, ``norm_attn``, ``norm_out``, and
     ``norm_output`` where the normed state is the next feature.
@@ -110,12 +108,9 @@ def load_eagle(
 
 
 def load_eagle3(
-    path: Path,
-    target: LoadedModel,
-    weights: Weights,
-    draft_vocab: str = "",
+    path: Path, target: LoadedModel, weights: Weights, draft_vocab: str = "",
     ranks: Ranks | None = None,
-) -> LoadedHead:
+) -> LoadedHead:  # fmt: skip
     """EAGLE-3 and 3.1: SafeAILab, SpecForge, speculators (``transformer_layer_config``).
 
     Args:
@@ -145,7 +140,7 @@ def load_eagle3(
     ids = _d2t(names, settings, vocab)
     wanted = draft_ids(draft_vocab, path, vocab)
     if (own := "lm_head.weight") not in names:
-        ids = ids if wanted is None else wanted
+        ids = ascending(ids if wanted is None else wanted)
         lm_head = shared(target, ids, ranks)["lm_head"]
     else:
         weight = take(own, vocab if ids is None else len(ids), hidden)
@@ -188,7 +183,7 @@ def own_ids(
     """Tokens to propose: those that are asked for, else those the head was trained on (d2t)."""
     own = _d2t(names, settings, vocab_size, prefix)
     wanted = draft_ids(draft_vocab, path, vocab_size)
-    return own if wanted is None else wanted
+    return ascending(own if wanted is None else wanted)
 
 
 def _check_kind(settings: dict[str, Any], names: Checkpoint, method: str) -> None:

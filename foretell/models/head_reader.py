@@ -217,6 +217,11 @@ def rows_of(
     return weight[place[wanted]], wanted
 
 
+def ascending(ids: Tensor | None) -> Tensor | None:
+    """Rows of the target's own matrix, in its order."""
+    return None if ids is None else ids.sort().values
+
+
 def shared(target: LoadedModel, ids: Tensor | None, ranks: Ranks | None = None) -> dict[str, Any]:
     """The target's embedding and its lm_head, or those rows of it.
 

@@ -28,12 +28,9 @@ from foretell.spec.draft_vocab import DraftVocab
 
 
 def load_mtp(
-    path: Path,
-    target: LoadedModel,
-    weights: Weights,
-    draft_vocab: str = "",
+    path: Path, target: LoadedModel, weights: Weights, draft_vocab: str = "",
     ranks: Ranks | None = None,
-) -> LoadedHead:
+) -> LoadedHead:  # fmt: skip
     """The first MTP module of a checkpoint, beside whatever else it holds: DeepSeek-V3's layout
     over a layer of the target's kind, Qwen3-Next's (``mtp.``) and MiMo's (``model.mtp_layers.``).
 

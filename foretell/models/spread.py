@@ -20,7 +20,7 @@ from torch import Tensor
 from foretell.attention.base import Attention, Layout
 from foretell.attention.rows import add_rms_norm
 from foretell.models.config import ModelConfig
-from foretell.models.layer import Layer
+from foretell.models.layer import Layer, Over
 from foretell.models.mla import LatentLayer
 from foretell.models.moe import Experts
 from foretell.models.rope import Rope
@@ -77,8 +77,9 @@ def through_layers(
     """
     config, layers, ranks = network.config, network.layers, network.ranks
     eps, tapped = config.rms_norm_eps, dict[int, Tensor]()
+    over = Over(config, network.rope, attention, layout)
     for i, layer in enumerate(layers):
-        seen = layer.attend(hidden, config, network.rope, attention, layout, kv[i])
+        seen = layer.attend(hidden, over, kv[i])
         # Each norm also adds to x, in place, what the block before it put out.
         hidden = add_rms_norm((yield from total(seen, ranks)), x, layer.post_norm, eps)
         if ranks and isinstance(layer, LatentLayer) and isinstance(layer.block, Experts):

@@ -84,13 +84,6 @@ def with_moves(words: np.ndarray, moves: SequenceOf[SequenceOf[int]]) -> np.ndar
     return words
 
 
-def order(what: int, words: np.ndarray | None = None) -> np.ndarray:
-    """The same buffer, or an empty one, for another than the target."""
-    words = np.zeros(HEADER, np.int32) if words is None else words
-    words[HEADER - 1] = what
-    return words
-
-
 def view(words: np.ndarray, page_size: int, device: torch.device) -> Batch:
     """A batch out of what `pack` made, copied to the device in one piece."""
     num_rows, num_outputs, num_seqs, num_pages, num_moves, _ = words[:HEADER].tolist()

@@ -30,7 +30,7 @@ from foretell.config import EngineConfig
 from foretell.models.config import ModelConfig
 from foretell.models.head import Head
 from foretell.models.loader import LoadedModel
-from foretell.runtime.batch import FOLLOW, HEAD, HEADER, order, with_moves
+from foretell.runtime.batch import FOLLOW, HEAD, HEADER, with_moves
 from foretell.runtime.channel import Broadcast, Channel, SharedMemory
 from foretell.runtime.identity import difference, identity
 from foretell.runtime.ranks import Group, RankError
@@ -270,7 +270,8 @@ class ParallelRuntime(Runtime):
         ready = self._prepare(rows)
         if head.ranks is None:
             return self.run_head(head, ready, features)
-        with self.leader.all_run(order(HEAD, ready.words)):
+        ready.words[HEADER - 1] = HEAD
+        with self.leader.all_run(ready.words):
             return self.run_head(head, ready, head.ranks.share(features))
 
     def follow_target(
@@ -279,7 +280,7 @@ class ParallelRuntime(Runtime):
         """See `Runtime.follow_target`. The other ranks have the features themselves."""
         if head.ranks is None:
             return super().follow_target(head, tokens, features, outputs)
-        with self.leader.all_run(order(FOLLOW)):
+        with self.leader.all_run(np.array([0] * (HEADER - 1) + [FOLLOW], np.int32)):
             head.ranks.share(torch.cat([tokens, outputs]))
             return super().follow_target(head, tokens, features, outputs)
 

@@ -15,10 +15,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from foretell.attention.compiler import have_compiler
-from foretell.attention.cpu import CpuAttention
 from foretell.attention.pool import num_threads, set_num_threads
-from foretell.attention.reference import ReferenceAttention
 from foretell.config import EngineConfig
 from foretell.drafters import expand, spread_head
 from foretell.models.head import Head
@@ -26,7 +23,6 @@ from foretell.models.loader import load
 from foretell.runtime.batch import FOLLOW, HEAD, HEADER, TARGET
 from foretell.runtime.channel import Broadcast, Channel, SharedMemory
 from foretell.runtime.identity import identity
-from foretell.runtime.kv import num_pages_for, page_bytes
 from foretell.runtime.memory import storages, tensors_alive
 from foretell.runtime.ranks import Group, RankError
 from foretell.runtime.runner import Runtime
@@ -49,24 +45,13 @@ def follow(config: EngineConfig, group: Group, channel: Channel | None) -> None:
         config.model, config.weights, max_model_len=config.max_model_len, progress=False,
         ranks=group,
     )  # fmt: skip
-    length = config.max_model_len or target.config.max_position_embeddings
-    runtime = Runtime(
-        target,
-        CpuAttention() if have_compiler() else ReferenceAttention(),
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=length,
-        page_size=config.page_size,
-    )
+    runtime = Runtime.of(config, target)
     loaded = spread_head(config.speculation and expand(config.speculation, target), target)
     draft = None
     if loaded is not None:
         runtime.taps, draft = loaded.taps, loaded.head.config.kv_group(loaded.kv_dtype)
-    size = config.page_size
     groups = [runtime.target_group, *([draft] if draft else [])]
-    room = num_pages_for(
-        config.kv_memory, page_bytes(groups, size) * group.neighbours, size,
-        config.max_num_seqs, length,
-    )  # fmt: skip
+    room = runtime.room(config, groups * group.neighbours)
     runtime.allocate(group.ask("loaded", room), draft)
     runtime.warm()
     group.ask("memory", memory(runtime, loaded))
@@ -102,8 +87,7 @@ def serve(runtime: Runtime, channel: Channel, head: Head | None) -> None:
         else:
             assert features is not None
             both = head.ranks.share(torch.empty(rows + sequences, dtype=torch.int64))
-            given, drawn = head.feature(features), both[:rows]
-            runtime.follow_target(head, drawn, given, both[rows:])
+            runtime.follow_target(head, both[:rows], head.feature(features), both[rows:])
 
 
 def memory(runtime: Runtime, drafter: object = None) -> dict[str, int]:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -15,10 +15,13 @@ from torch import Tensor
 
 from foretell.attention.base import Attention
 from foretell.attention.compiler import have_compiler
+from foretell.attention.cpu import CpuAttention
+from foretell.attention.reference import ReferenceAttention
+from foretell.config import EngineConfig
 from foretell.models.head import Head
 from foretell.models.loader import LoadedModel
 from foretell.runtime.batch import Batch, fill, pack, view
-from foretell.runtime.kv import KVPool
+from foretell.runtime.kv import KVPool, num_pages_for, page_bytes
 from foretell.runtime.stream import Inline, Stream, Work
 from foretell.spec.drafter import KVGroup, Rows, run_rows
 from foretell.spec.noise import gumbel
@@ -84,6 +87,28 @@ class Runtime:
         # of the token that a pass adds.
         width = -(-(max_model_len + MAX_NODES) // page_size)
         self.page_table = np.full((max_num_seqs, width), -1, dtype=np.int32)
+
+    @classmethod
+    def of(cls, config: EngineConfig, target: LoadedModel, **more: Any) -> Self:
+        """The runtime that a configuration asks for."""
+        return cls(
+            target,
+            CpuAttention() if have_compiler() else ReferenceAttention(),
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len or target.config.max_position_embeddings,
+            page_size=config.page_size,
+            **more,
+        )
+
+    def room(self, config: EngineConfig, groups: SequenceOf[KVGroup]) -> int:
+        """Pages of these groups that there is memory for.
+
+        Raises:
+            ValueError: as `num_pages_for`.
+        """
+        each = page_bytes(groups, self.page_size)
+        seqs, length = self.max_num_seqs, self.max_model_len
+        return num_pages_for(config.kv_memory, each, self.page_size, seqs, length)
 
     @property
     def target_group(self) -> KVGroup:
