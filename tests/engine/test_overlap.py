@@ -16,6 +16,7 @@ from foretell.engine.one_token import OneToken
 from foretell.llm import LLM
 from foretell.runtime.stream import Work, Worker
 from foretell.sequence import FinishReason
+from foretell.spec.budget import FixedBudget
 from tests import heads, tiny
 from tests.engine.test_same_text import PROMPTS, SETTINGS, plain, speculative
 from tests.faults.white_box import cells, start, steps
@@ -152,6 +153,19 @@ def test_a_head_that_follows_has_the_kv_and_logits_of_one_that_observes(scheme, 
         for key in both:
             for one, other in zip(expected[key], found[key], strict=True):
                 assert torch.equal(one, other), key
+
+
+def test_what_a_head_has_followed_it_is_not_shown_again(monkeypatch):
+    """An adaptive drafter is shown what it missed when drafts are wanted: nothing, here."""
+    found, llm = ways(monkeypatch), beside(tiny.llm(f"{SINGLE[0]},adaptive=true"))
+    llm.engine.scheduler.budget = FixedBudget()
+    sequences = start(llm, PROMPTS[:4], tiny.greedy(max_tokens=16))
+    for _ in steps(llm, sequences):
+        settled(llm)
+        behind = [llm.engine.drafting.watches[0].behind(s) for s in sequences if s.slot >= 0]
+        assert not found or not any(behind), len(found)
+    assert len(found) > 8
+    assert [s.output for s in sequences] == [ids[:16] for ids in plain("greedy")[:4]]
 
 
 @pytest.mark.parametrize("params", [tiny.greedy(), tiny.sampled(temperature=0.8)])
