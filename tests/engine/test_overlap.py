@@ -294,6 +294,7 @@ def test_rows_are_laid_out_though_a_drafter_is_loaded(scheme):
     steps, taken = llm.engine.metrics.num_steps - before, llm.engine.ahead.taken
     assert taken >= steps - 4
     assert tiny.ids(llm.generate(PROMPTS, tiny.greedy())) == plain("greedy")
+    assert llm.engine.metrics.drafted > 0 or scheme != SCHEMES[2], "they are not kept away"
     tiny.check_idle(settled(llm))
 
 
