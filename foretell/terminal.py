@@ -234,11 +234,10 @@ def traced(llm: LLM, path: Path | None) -> Iterator[None]:
         yield
         return
     from foretell.engine.trace import Trace
-    from foretell.models.spread import SpreadDecoder
 
     with Trace(path) as trace:
         llm.engine.metrics.trace_to(trace.track("engine"))
-        if isinstance(model := llm.target.model, SpreadDecoder) and llm.config.halves:
-            model.listeners = trace.track("first half"), trace.track("second half")
+        if llm.config.halves:
+            llm.target.model.listeners = trace.track("first half"), trace.track("second half")
         yield
     print(f"wrote {path}", file=sys.stderr)

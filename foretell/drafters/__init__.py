@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeGuard
 
 from foretell.config import SpeculationConfig
+from foretell.models.head_formats import LoadedHead
 from foretell.models.hub import packaged_head
 from foretell.models.loader import LoadedModel
 from foretell.spec.drafter import Drafter, DraftRuntime
@@ -77,6 +78,18 @@ def expand(config: SpeculationConfig, target: LoadedModel) -> SpeculationConfig:
         heads = []
     also = tuple(replace(config, method=name, k=SpeculationConfig.k) for name in heads[:1])
     return replace(config, method="prompt-lookup", k=8, also=also)
+
+
+def spread_head(config: SpeculationConfig | None, target: LoadedModel) -> LoadedHead | None:
+    """This rank's part of the head that is spread over ranks, None where there is none."""
+    from foretell.drafters.eagle import Eagle
+
+    for each in (config, *config.also) if config else ():
+        kind = find(each.method)
+        options: Any = read_options(kind.Options, each.options, each.method)
+        if issubclass(kind, Eagle) and options.ranks(each.k, target):
+            return kind.load(each, options, target)
+    return None
 
 
 def build(config: SpeculationConfig, runtime: DraftRuntime) -> Drafter:

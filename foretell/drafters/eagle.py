@@ -13,16 +13,18 @@ that was accepted is run again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from foretell.config import SpeculationConfig, Weights, weight_format
+from foretell.config import SpeculationConfig, weight_format
 from foretell.models.head_formats import LoadedHead, load_eagle
 from foretell.models.hub import packaged_head, resolve
 from foretell.models.loader import LoadedModel
+from foretell.models.sharding import Ranks
 from foretell.models.trainable import TrainableHead
 from foretell.sequence import Sequence
 from foretell.spec.drafter import Ask, Commit, Drafter, DraftRuntime, Needs, run_rows
@@ -66,6 +68,12 @@ class HeadOptions(TreeOptions):
             )
         return own
 
+    def ranks(self, k: int, target: LoadedModel) -> Ranks | None:
+        """Those that the head is spread over, as the target is: one that drafts single tokens runs
+        once for each pass of the target. More would wait for all ranks once a token, and lies on
+        rank 0 alone."""
+        return target.model.ranks if self.shape(k).num_nodes == 1 else None
+
 
 @dataclass(eq=False)
 class _Slot:
@@ -82,10 +90,11 @@ class Eagle(Drafter):
     options: HeadOptions
     rule = Rule(steps=3, decay=0.8, regression=0.1)
     one_token = True
+    read: Callable[..., LoadedHead] = staticmethod(load_eagle)
 
     def __init__(self, config: SpeculationConfig, runtime: DraftRuntime) -> None:
         super().__init__(config, runtime)
-        loaded = self.load(weight_format(self.options.weights or runtime.target.weights))
+        loaded = self.load(config, self.options, runtime.target)
         self.head, self.vocab, sizes = loaded.head, loaded.vocab, loaded.head.config
         self.shape = self.options.shape(config.k)
         self.needs = Needs(
@@ -103,9 +112,14 @@ class Eagle(Drafter):
         self._logits = torch.zeros(size, width, device=device)  # [slots, Vd]
         self._features = torch.zeros(size, sizes.hidden_size, device=device)  # [slots, H]
 
-    def load(self, weights: Weights) -> LoadedHead:
-        path = self.options.find(self.config.method, self.runtime.target)
-        return load_eagle(path, self.runtime.target, weights, self.options.draft_vocab)
+    @classmethod
+    def load(
+        cls, config: SpeculationConfig, options: HeadOptions, target: LoadedModel
+    ) -> LoadedHead:
+        """The head, or this rank's part of it."""
+        path, ranks = options.find(config.method, target), options.ranks(config.k, target)
+        weights = weight_format(options.weights or target.weights)
+        return cls.read(path, target, weights, options.draft_vocab, ranks)
 
     def observe(self, commit: Commit) -> None:
         """Runs every pair that became final, all sequences at once; none past the head's limit."""

@@ -7,9 +7,8 @@ and may have an lm_head of its own over a reduced vocabulary. It drafts as EAGLE
 
 from __future__ import annotations
 
-from foretell.config import Weights
 from foretell.drafters.eagle import Eagle
-from foretell.models.head_formats import LoadedHead, load_eagle3
+from foretell.models.head_formats import load_eagle3
 from foretell.spec.training import Rule
 
 
@@ -18,7 +17,4 @@ class Eagle3(Eagle):
     but from the target's laws alone: its features are its own."""
 
     rule = Rule(steps=4, decay=0.8)
-
-    def load(self, weights: Weights) -> LoadedHead:
-        path = self.options.find(self.config.method, self.runtime.target)
-        return load_eagle3(path, self.runtime.target, weights, self.options.draft_vocab)
+    read = staticmethod(load_eagle3)

@@ -8,11 +8,13 @@ acceptance falls fast behind the first token. It drafts as EAGLE does.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from foretell.config import Weights
+from foretell.config import SpeculationConfig
 from foretell.drafters.eagle import Eagle, HeadOptions
-from foretell.models.head_formats import LoadedHead
+from foretell.models.loader import LoadedModel
 from foretell.models.mtp_formats import load_mtp
+from foretell.spec.drafter import DraftRuntime
 from foretell.spec.training import Rule
 
 
@@ -21,6 +23,7 @@ class MTP(Eagle):
     Fine-tuned over several steps (FastMTP, 2509.18362), it may draft more than one token."""
 
     rule = Rule(steps=3, decay=0.6)
+    read = staticmethod(load_mtp)
 
     @dataclass(frozen=True, kw_only=True)
     class Options(HeadOptions):
@@ -29,9 +32,10 @@ class MTP(Eagle):
         recycle_normed: bool = True
         """Feed the module its output behind its norm, as DeepSeek and Qwen do; false before it."""
 
-    def load(self, weights: Weights) -> LoadedHead:
-        options, target = self.options, self.runtime.target
-        assert isinstance(options, MTP.Options)
-        path = options.find("mtp", target) if options.model else target.path
-        recycle = options.recycle_normed
-        return load_mtp(path, target, weights, options.draft_vocab, recycle_normed=recycle)
+        def find(self, method: str, target: LoadedModel) -> Path:
+            return super().find(method, target) if self.model else target.path
+
+    def __init__(self, config: SpeculationConfig, runtime: DraftRuntime) -> None:
+        super().__init__(config, runtime)
+        assert isinstance(self.options, MTP.Options)
+        self.head.recycle_normed = self.options.recycle_normed

@@ -64,20 +64,17 @@ class Ahead:
             for item, (_, parents) in zip(items, chain.lists(), strict=True)
         ]
 
-    def while_computing(
-        self, items: list[Item], goes_on: Callable[[Sequence], bool], drafts: bool
-    ) -> None:
-        """Works on the step behind this one: admissions and, where it can only decode, its items,
-        pages and rows.
+    def while_computing(self, items: list[Item], goes_on: Callable[[Sequence], bool]) -> None:
+        """Works on the step behind this one: admissions and, behind a step without drafts, its
+        items, pages and rows, as if it had none either.
 
         Args:
             goes_on: whether a sequence may go on behind one token more.
-            drafts: whether the next step may have trees.
         """
         if not self.runtime.stream.overlaps:
             return
         self.scheduler.admit_early(items)
-        if drafts or any(item.budget or item.sequence.grammar for item in items):
+        if any(item.budget or item.sequence.grammar for item in items):
             return
         if following := self.scheduler.expect(items, goes_on):
             for item in following:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
-from foretell.attention.compiler import have_compiler
-from foretell.attention.cpu import CpuAttention
 from foretell.attention.pool import num_threads, set_num_threads
-from foretell.attention.reference import ReferenceAttention
 from foretell.config import EngineConfig
 from foretell.drafters import build as build_drafter
 from foretell.drafters import check as check_drafter
@@ -20,7 +16,6 @@ from foretell.models.config import ModelConfig
 from foretell.models.hub import resolve
 from foretell.models.loader import LoadedModel, load, open_source
 from foretell.models.sharding import Shard
-from foretell.runtime.kv import num_pages_for, page_bytes
 from foretell.runtime.parallel import Leader, ParallelRuntime
 from foretell.runtime.rank import follow
 from foretell.runtime.runner import Runtime
@@ -61,14 +56,10 @@ def build_engine(
         )  # fmt: skip
     else:
         accept(target.config)
-    max_model_len = config.max_model_len or target.config.max_position_embeddings
-    runtime = (Runtime if leader is None else partial(ParallelRuntime, leader=leader))(
-        target,
-        CpuAttention() if have_compiler() else ReferenceAttention(),
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=max_model_len,
-        page_size=config.page_size,
-    )
+    if leader is None:
+        runtime = Runtime.of(config, target)
+    else:
+        runtime = ParallelRuntime.of(config, target, leader=leader)
     if config.speculation:
         config = config.with_(speculation=expand(config.speculation, target))
     schemes = (config.speculation, *config.speculation.also) if config.speculation else ()
@@ -80,16 +71,8 @@ def build_engine(
     groups = [runtime.target_group, *([draft_group] if draft_group else [])]
     if leader is not None:  # they take their KV from the same memory
         groups += [runtime.target_group] * (leader.group.neighbours - 1)
-    num_pages = num_pages_for(
-        config.kv_memory,
-        page_bytes(groups, config.page_size),
-        config.page_size,
-        config.max_num_seqs,
-        max_model_len,
-    )
-    if isinstance(runtime, ParallelRuntime):
-        num_pages = runtime.agree(num_pages)
-    runtime.allocate(num_pages, draft_group)
+    begin = runtime.begin if isinstance(runtime, ParallelRuntime) else runtime.allocate
+    begin(runtime.room(config, groups), draft_group)
     engine = Engine(config, runtime, drafters, frozenset(target.config.eos_token_ids))
     calibrate(engine, target)
     return engine, target

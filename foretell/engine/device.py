@@ -18,7 +18,7 @@ class Device:
     """
 
     def __init__(self, runtime: Runtime, worked: Callable[[Work[Any]], None]) -> None:
-        self.runtime, self.worked = runtime, worked
+        self.runtime, self.worked, self.submit = runtime, worked, runtime.submit
         self.pending: list[Work[None]] = []
         """Work of drafters that a step has left behind; its results are not asked for."""
         self._stepping = False
@@ -27,10 +27,6 @@ class Device:
     def overlaps(self) -> bool:
         """Does the host go on while the device works?"""
         return self.runtime.stream.overlaps
-
-    def submit(self, name: str, call: Callable[[], T], *, ranks: bool = False) -> Work[T]:
-        """See `Runtime.submit`."""
-        return self.runtime.submit(name, call, ranks=ranks)
 
     def wait(self, work: Work[T]) -> T:
         """What came of submitted work."""

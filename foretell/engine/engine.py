@@ -151,7 +151,7 @@ class Engine:
             target = way.target(rows, spans)
             way.draw(prepare(items, spans, tree, self.end_ids), target)
             self._take_in()
-            self.ahead.while_computing(items, self._lasts, self.drafting is not None)
+            self.ahead.while_computing(items, self._lasts)
             if meanwhile:
                 meanwhile()
         with phase("forward"):

@@ -86,8 +86,6 @@ class Metrics:
     """The same of each of the engine's schemes, by its number; forced tokens are the scheme's whose
     drafts they took the place of."""
     accepted_by_position: list[int] = field(default_factory=list[int])
-    device_seconds: float = 0.0
-    """That the stream was busy with drafts, passes and draws."""
     phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     _timers: dict[str, Timer] = field(default_factory=dict[str, Timer], repr=False, compare=False)
     _listener: Listener | None = field(default=None, repr=False, compare=False)
@@ -113,7 +111,6 @@ class Metrics:
 
     def worked(self, work: Work[Any]) -> None:
         """Counts device work that is over."""
-        self.device_seconds += work.end - work.start
         if self._listener is not None:
             self._listener.work(work.name, work.start, work.end)
 

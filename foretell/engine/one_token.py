@@ -110,7 +110,7 @@ class OneToken(Schedule):
             rows.late.append((self._row[self._has] + 1, self.drafted.value()[self._has]))
             return runtime.forward_target(rows)
 
-        return self.device.submit("target", run, ranks=True)
+        return self.device.submit("target", run)
 
     def draw(self, draws: Draws, target: Work[Output]) -> None:
         """The target's own tokens behind all rows [R], and then the head's pass."""

@@ -87,7 +87,7 @@ class Ordinary(Schedule):
 
     def target(self, rows: Rows, spans: list[Span]) -> Work[Output]:
         forward = self.device.runtime.forward_target
-        return self.device.submit("target", lambda: forward(rows), ranks=True)
+        return self.device.submit("target", lambda: forward(rows))
 
     def draw(self, draws: Draws, target: Work[Output]) -> None:
         self._drawing = self.device.submit(

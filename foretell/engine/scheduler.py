@@ -66,7 +66,7 @@ class Scheduler:
         self.cache = cache
         self.on_leave = on_leave
         self.seat = seat
-        self.budget = budget or FixedBudget()
+        self.budget, self.drafts = budget or FixedBudget(), budget is not None
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         """In order of arrival: the last is the youngest."""
@@ -93,6 +93,8 @@ class Scheduler:
         """
         expected, self._expected = self._expected, None
         if expected is not None and self._holds(expected):
+            if self.drafts:
+                self._give_budgets(expected, [self.seat(item.sequence) for item in expected])
             return expected
         rows = self.config.max_num_batched_tokens
         # A row for everybody first, so that no prompt can starve an answer in progress.

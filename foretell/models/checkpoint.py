@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -56,6 +56,11 @@ class Checkpoint:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._source.shapes)
+
+    def narrow(self, cut: Callable[[Source], Source]) -> None:
+        """Hands out parts of what is left from now on, and not what has no part there."""
+        self._source = cut(self._source)
+        self._left &= self._source.shapes.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """

@@ -1,4 +1,4 @@
-"""A pass as one compiled call a thread: what `Decoder.forward` and `Head.forward` say in steps.
+"""A pass as one compiled call a thread: what `Decoder.run` and `Head.run` say in steps.
 
 A step between two products takes a microsecond where calling it from Python takes ten, and
 there are three hundred of them. Imported on first use, as numba is slow to import.

@@ -22,7 +22,6 @@ from foretell.models.linear import (
 from foretell.models.mla import LatentLayer
 from foretell.models.rope import Rope
 from foretell.models.sharding import GatheredLinear, PartEmbedding, Ranks, Shard
-from foretell.models.spread import SpreadDecoder
 
 _OUTPUTS = {
     "qkv": ("self_attn", ("q", "k", "v")),
@@ -113,8 +112,8 @@ def assemble(
     if parallel is None:
         return Decoder(config, embedding, layers, tensors["norm"], lm_head, rope)
     shard, ranks = parallel
-    table, projection = PartEmbedding(embedding, shard), GatheredLinear(lm_head, shard, ranks)
-    return SpreadDecoder(config, table, layers, tensors["norm"], projection, rope, ranks)
+    table, projection = PartEmbedding(embedding, shard), GatheredLinear(lm_head, shard.vocab, ranks)
+    return Decoder(config, table, layers, tensors["norm"], projection, rope, ranks)
 
 
 def convert_ends(

@@ -25,12 +25,14 @@ import torch
 from torch import Tensor
 
 from foretell.attention.base import Attention, Layout
-from foretell.attention.rows import add_rms_norm, rms_norm
+from foretell.attention.rows import rms_norm
 from foretell.models.config import ModelConfig
 from foretell.models.layer import Layer
 from foretell.models.linear import Embedding, Linear
 from foretell.models.mla import LatentLayer
 from foretell.models.rope import Rope
+from foretell.models.sharding import Ranks, Steps
+from foretell.models.spread import straight, through_layers, total
 from foretell.models.whole_pass import WholePass, can_run, whole_pass
 
 
@@ -65,6 +67,7 @@ class Head:
         fuse: makes the feature out of the target's tapped layers; None where one is tapped.
         residual_normed: the first residual is the normed feature (``norm_before_residual``).
         recycle_normed: the next feature is what the lm_head reads, not the sum before its norm.
+        ranks: those that it is spread over, as `Decoder` has them; ``mix`` and ``fuse`` are whole.
     """
 
     config: ModelConfig
@@ -79,15 +82,16 @@ class Head:
     norm_out: Tensor | None = None  # [H]
     residual_normed: bool = False
     recycle_normed: bool = False
+    ranks: Ranks | None = None
     whole_pass: WholePass | None = field(init=False)
 
     def __post_init__(self) -> None:
-        compiled = None if self.config.mla else whole_pass(self, self.norm_out, self)
+        compiled = None if self.config.mla or self.ranks else whole_pass(self, self.norm_out, self)
         self.whole_pass = compiled
 
     @torch.inference_mode()
     def feature(self, tapped: Tensor) -> Tensor:
-        """What `forward` takes, [R, H], of the target's tapped layers [R, taps * H_target]."""
+        """What `run` takes, [R, H], of the target's tapped layers [R, taps * H_target]."""
         return tapped if self.fuse is None else self.fuse(tapped, self.config.rms_norm_eps)
 
     @torch.inference_mode()
@@ -100,27 +104,8 @@ class Head:
         layout: Layout,
         kv: SequenceOf[tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """`forward` in one compiled call where that can be had."""
-        if self.whole_pass is None or not len(tokens) or not can_run(attention, kv):
-            return self.forward(tokens, features, outputs, attention, layout, kv)
-        self.rope.cover(layout.positions)
-        taps = () if self.recycle_normed else (len(self.layers) - 1,)
-        logits, hidden, tapped = self.whole_pass(
-            tokens, attention, layout, kv, outputs, taps, features.contiguous()
-        )
-        return logits, (hidden if self.recycle_normed else tapped)[outputs.long()]
-
-    @torch.inference_mode()
-    def forward(
-        self,
-        tokens: Tensor,
-        features: Tensor,
-        outputs: Tensor,
-        attention: Attention,
-        layout: Layout,
-        kv: SequenceOf[tuple[Tensor, Tensor]],
-    ) -> tuple[Tensor, Tensor]:
-        """Runs pairs and writes their keys and values; ``attention`` is planned for ``layout``.
+        """Runs pairs and writes their keys and values, in one compiled call where that can be had;
+        ``attention`` is planned for ``layout``.
 
         Args:
             tokens: [R] the tokens after the features' positions.
@@ -131,21 +116,25 @@ class Head:
         Returns:
             Logits [O, Vd] float32 and the features [O, H] of the pairs that follow.
         """
-        config, eps = self.config, self.config.rms_norm_eps
         self.rope.cover(layout.positions)
-        hidden, x = self._start(self.embedding(tokens), features)
-        out: Tensor | None = None
-        for layer, caches in zip(self.layers, kv, strict=True):
-            if out is not None:
-                assert layer.input_norm is not None
-                hidden = add_rms_norm(out, x, layer.input_norm, eps)
-            seen = layer.attend(hidden, config, self.rope, attention, layout, caches)
-            hidden = add_rms_norm(seen, x, layer.post_norm, eps)
-            out = layer.feed(hidden)
-        assert out is not None
-        x = (x + out)[outputs.long()]  # [O, H]
-        normed = x if self.norm_out is None else rms_norm(x, self.norm_out, eps)
-        return self.lm_head(normed), normed if self.recycle_normed else x
+        rows = outputs.long()
+        if self.whole_pass and len(tokens) and can_run(attention, kv):
+            taps = () if self.recycle_normed else (len(self.layers) - 1,)
+            logits, hidden, tapped = self.whole_pass(
+                tokens, attention, layout, kv, outputs, taps, features.contiguous()
+            )
+            return logits, (hidden if self.recycle_normed else tapped)[rows]
+
+        def steps() -> Steps[tuple[Tensor, Tensor]]:
+            embedded = yield from total(self.embedding(tokens), self.ranks)
+            hidden, x = self._start(embedded, features)
+            network, norm = self, self.norm_out
+            hidden, _ = yield from through_layers(network, norm, hidden, x, attention, layout, kv)
+            return hidden, x
+
+        hidden, x = straight(steps())
+        normed = hidden[rows]  # [O, H]
+        return self.lm_head(normed), normed if self.recycle_normed else x[rows]
 
     def _start(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         """Input of the first attention [R, H or 2 H] and the residual [R, H], to be added to."""

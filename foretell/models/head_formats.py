@@ -17,18 +17,21 @@ from foretell.models.checkpoint import Checkpoint
 from foretell.models.head import Fusion, Head
 from foretell.models.head_reader import (
     Reader,
+    ascending,
     count_layers,
     draft_ids,
     open_tensors,
+    own_embedding,
+    own_projection,
     root_of,
     rows_of,
     settings_of,
     shared,
     sizes,
 )
-from foretell.models.linear import PackedEmbedding, make_linear
 from foretell.models.loader import LoadedModel
 from foretell.models.rope import Rope
+from foretell.models.sharding import Ranks
 from foretell.spec.draft_vocab import DraftVocab
 
 
@@ -45,11 +48,15 @@ class LoadedHead:
 
 
 def load_eagle(
-    path: Path, target: LoadedModel, weights: Weights, draft_vocab: str = ""
-) -> LoadedHead:
+    path: Path, target: LoadedModel, weights: Weights, draft_vocab: str = "",
+    ranks: Ranks | None = None,
+) -> LoadedHead:  # fmt: skip
     """EAGLE and EAGLE-2 (yuhuili/EAGLE-*), HASS, speculators' first format, and our own, whose
     config names its norms: ``norm_embed``, ``norm_hidden``, ``norm_attn``, ``norm_out``, and
     ``norm_output`` where the normed state is the next feature.
+
+    Args:
+        ranks: those that the head is spread over: only this one's part is read.
 
     Raises:
         ValueError: a tensor is missing, left over or of another shape, or the head was made for
@@ -61,7 +68,7 @@ def load_eagle(
     root = root_of(names)
     first = "transformer." if f"{root}transformer.mlp.down_proj.weight" in names else "layers.0."
     config = sizes(settings, reader.path, target, count_layers(names, root))
-    hidden = config.hidden_size
+    config, hidden = reader.split(config, ranks), config.hidden_size
     if hidden != target.config.hidden_size:
         raise ValueError(
             f"{path}: made for a target of hidden size {hidden}, "
@@ -85,15 +92,15 @@ def load_eagle(
     ids = own_ids(names, settings, draft_vocab, path, target.config.vocab_size)
     head = Head(
         config=config,
-        embedding=target.ends[0],
         layers=layers,
-        lm_head=shared(target, ids),
+        **shared(target, ids, ranks),
         rope=Rope(config),
         mix=reader.linear({root + fc: hidden}, 2 * hidden, bias=bias),
         norm_embed=norm(flag("norm_embed", restored or para), "embedding_layernorm"),
         norm_hidden=norm(flag("norm_hidden", para), "hidden_states_layernorm"),
         norm_out=norm(flag("norm_out", restored), "norm", "pre_lm_head_layernorm"),
         recycle_normed=flag("norm_output", False),
+        ranks=ranks,
     )
     names.finish()
     vocab = DraftVocab(target.config.vocab_size, ids)
@@ -101,9 +108,13 @@ def load_eagle(
 
 
 def load_eagle3(
-    path: Path, target: LoadedModel, weights: Weights, draft_vocab: str = ""
-) -> LoadedHead:
+    path: Path, target: LoadedModel, weights: Weights, draft_vocab: str = "",
+    ranks: Ranks | None = None,
+) -> LoadedHead:  # fmt: skip
     """EAGLE-3 and 3.1: SafeAILab, SpecForge, speculators (``transformer_layer_config``).
+
+    Args:
+        ranks: as `load_eagle`.
 
     Raises:
         ValueError: as `load_eagle`, or a setting that would not be computed faithfully.
@@ -122,19 +133,20 @@ def load_eagle3(
     table = f"{root}embed_tokens.weight"
     if hidden == width:  # some exporters save a random one
         names.skip(table)
-        embedding = target.ends[0]
+        embedding = shared(target, None, ranks)["embedding"]
     else:
         whole = "int8" if weights == "int4" else weights
-        embedding = PackedEmbedding(make_linear(whole, take(table, vocab, hidden)))
+        embedding = own_embedding(whole, take(table, vocab, hidden), config, ranks)
     ids = _d2t(names, settings, vocab)
     wanted = draft_ids(draft_vocab, path, vocab)
     if (own := "lm_head.weight") not in names:
-        ids = ids if wanted is None else wanted
-        lm_head = shared(target, ids)
+        ids = ascending(ids if wanted is None else wanted)
+        lm_head = shared(target, ids, ranks)["lm_head"]
     else:
         weight = take(own, vocab if ids is None else len(ids), hidden)
         weight, ids = rows_of(weight, ids, wanted, vocab)
-        lm_head = make_linear(weights, weight)
+        lm_head = own_projection(weights, weight, ranks)
+    config = reader.split(config, ranks)
     layers = [reader.layer(first, config, wide=True, norm=False)]
     for i in range(1, config.num_layers):
         layers.append(reader.layer(f"{root}layers.{i}.", config))
@@ -154,6 +166,7 @@ def load_eagle3(
             settings.get("norm_before_residual", "speculators_model_type" in settings)
         ),
         recycle_normed=bool(settings.get("norm_output")),
+        ranks=ranks,
     )
     names.finish()
     return LoadedHead(head, taps, DraftVocab(vocab, ids), target.kv_dtype)
@@ -170,7 +183,7 @@ def own_ids(
     """Tokens to propose: those that are asked for, else those the head was trained on (d2t)."""
     own = _d2t(names, settings, vocab_size, prefix)
     wanted = draft_ids(draft_vocab, path, vocab_size)
-    return own if wanted is None else wanted
+    return ascending(own if wanted is None else wanted)
 
 
 def _check_kind(settings: dict[str, Any], names: Checkpoint, method: str) -> None:

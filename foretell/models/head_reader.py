@@ -16,8 +16,9 @@ from foretell.config import Weights
 from foretell.models.checkpoint import Checkpoint, Safetensors, Source, TorchFile, join, read_json
 from foretell.models.config import ModelConfig
 from foretell.models.layer import Layer
-from foretell.models.linear import Linear, make_linear
+from foretell.models.linear import Embedding, Linear, PackedEmbedding, make_linear
 from foretell.models.loader import LoadedModel
+from foretell.models.sharding import GatheredLinear, PartEmbedding, Ranks, Shard, Sliced
 
 _STATE_DICTS = ("pytorch_model.bin", "medusa_lm_head.pt")
 
@@ -50,6 +51,18 @@ class Reader:
         self.weights: Weights = weights
         self.path = source.path
         self._centre = 1.0 if zero_centred else 0.0
+
+    def split(self, config: ModelConfig, ranks: Ranks | None) -> ModelConfig:
+        """From now on only this rank's slices are read, where there are ranks; sizes of its part.
+
+        Raises:
+            ValueError: something does not divide by the number of ranks.
+        """
+        if ranks is None:
+            return config
+        shard = Shard(config, ranks.rank, ranks.world)
+        self.checkpoint.narrow(lambda source: Sliced(source, shard))
+        return shard.config
 
     def norm(self, name: str, size: int) -> Tensor:
         return self.checkpoint.take(f"{name}.weight", size).float() + self._centre
@@ -204,7 +217,37 @@ def rows_of(
     return weight[place[wanted]], wanted
 
 
-def shared(target: LoadedModel, ids: Tensor | None) -> Linear:
-    """The target's output projection, or those rows of it."""
-    lm_head = target.ends[1]
-    return lm_head if ids is None else lm_head.rows(ids)
+def ascending(ids: Tensor | None) -> Tensor | None:
+    """Rows of the target's own matrix, in its order."""
+    return None if ids is None else ids.sort().values
+
+
+def shared(target: LoadedModel, ids: Tensor | None, ranks: Ranks | None = None) -> dict[str, Any]:
+    """The target's embedding and its lm_head, or those rows of it.
+
+    Args:
+        ids: ascending.
+        ranks: those that a head is spread over, as the target is; others need the two whole.
+    """
+    model: Any = target.model
+    embedding, lm_head = target.ends if ranks is None else (model.embedding, model.lm_head)
+    return {"embedding": embedding, "lm_head": lm_head if ids is None else lm_head.rows(ids)}
+
+
+def own_embedding(
+    weights: Weights, table: Tensor, config: ModelConfig, ranks: Ranks | None
+) -> Embedding:
+    """Of a head's own table [V, H]."""
+    if ranks is None:
+        return PackedEmbedding(make_linear(weights, table))
+    shard = Shard(config, ranks.rank, ranks.world)
+    rows = table.split(shard.vocab)[shard.rank]
+    return PartEmbedding(PackedEmbedding(make_linear(weights, rows)), shard)
+
+
+def own_projection(weights: Weights, weight: Tensor, ranks: Ranks | None) -> Linear:
+    """Of a head's own matrix [Vd, H]."""
+    if ranks is None:
+        return make_linear(weights, weight)
+    parts = weight.tensor_split(ranks.world)
+    return GatheredLinear(make_linear(weights, parts[ranks.rank]), [*map(len, parts)], ranks)

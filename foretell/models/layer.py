@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -11,6 +12,15 @@ from foretell.attention.rows import rope_and_write, silu_mul
 from foretell.models.config import ModelConfig
 from foretell.models.linear import Linear
 from foretell.models.rope import Rope
+
+
+class Over(NamedTuple):
+    """What attention runs over in a pass; it is planned for the layout."""
+
+    config: ModelConfig
+    rope: Rope
+    attention: Attention
+    layout: Layout
 
 
 @dataclass(slots=True)
@@ -27,17 +37,9 @@ class Layer:
     k_norm: Tensor | None = None  # [D]
     window: int | None = None
 
-    def attend(
-        self,
-        hidden: Tensor,
-        config: ModelConfig,
-        rope: Rope,
-        attention: Attention,
-        layout: Layout,
-        caches: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        """Writes keys and values of hidden [R, inputs]; what attention adds to the residual [R, H].
-        ``attention`` is planned for ``layout``."""
+    def attend(self, hidden: Tensor, over: Over, caches: tuple[Tensor, Tensor]) -> Tensor:
+        """Writes keys and values of hidden [R, inputs]; gives what is added to the residual."""
+        config, rope, attention, layout = over
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         rows, (k_cache, v_cache) = len(hidden), caches
         qkv = self.qkv(hidden)  # [R, (heads + 2 * kv_heads) * D]

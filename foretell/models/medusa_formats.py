@@ -51,7 +51,7 @@ def load_medusa(
             depth += 1
         out = f"{merged}lm_heads.{i}.weight" if vllm else f"{merged}{i}.{depth}.weight"
         if vllm and out not in names:  # all share the target's
-            lm_head = shared(target, _both(ids, wanted))
+            lm_head = shared(target, _both(ids, wanted))["lm_head"]
         else:
             lm_head = make_linear(weights, rows_of(take(out, known, hidden), ids, wanted, vocab)[0])
         heads.append(MedusaHead(blocks=blocks, lm_head=lm_head))

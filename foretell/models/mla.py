@@ -13,12 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foretell.attention.base import Attention, Layout
 from foretell.attention.rows import rms_norm, rope_and_write
-from foretell.models.config import ModelConfig
+from foretell.models.layer import Over
 from foretell.models.linear import Linear
 from foretell.models.moe import Experts, Mlp
-from foretell.models.rope import Rope
 
 _EPS = 1e-6
 """Of the norms behind the compression, whatever the config says of the others."""
@@ -41,16 +39,9 @@ class LatentLayer:
     scale: float
     """Multiplies the scores."""
 
-    def attend(
-        self,
-        hidden: Tensor,
-        config: ModelConfig,
-        rope: Rope,
-        attention: Attention,
-        layout: Layout,
-        caches: tuple[Tensor, Tensor],
-    ) -> Tensor:
+    def attend(self, hidden: Tensor, over: Over, caches: tuple[Tensor, Tensor]) -> Tensor:
         """As `Layer.attend`; ``caches`` are twice the same tensor."""
+        config, rope, attention, layout = over
         assert config.mla is not None
         rows, heads, turned = len(hidden), config.num_heads, config.mla.rope_dim
         rank, width = config.mla.kv_rank, config.head_dim

@@ -23,19 +23,19 @@ from foretell.models.linear import make_linear
 from foretell.models.loader import LoadedModel
 from foretell.models.mla import LatentLayer
 from foretell.models.rope import Rope
+from foretell.models.sharding import Ranks
 from foretell.spec.draft_vocab import DraftVocab
 
 
 def load_mtp(
-    path: Path,
-    target: LoadedModel,
-    weights: Weights,
-    draft_vocab: str = "",
-    *,
-    recycle_normed: bool = True,
-) -> LoadedHead:
+    path: Path, target: LoadedModel, weights: Weights, draft_vocab: str = "",
+    ranks: Ranks | None = None,
+) -> LoadedHead:  # fmt: skip
     """The first MTP module of a checkpoint, beside whatever else it holds: DeepSeek-V3's layout
     over a layer of the target's kind, Qwen3-Next's (``mtp.``) and MiMo's (``model.mtp_layers.``).
+
+    Args:
+        ranks: as `head_formats.load_eagle`.
 
     Raises:
         ValueError: there is none, a tensor of it is missing, left over or of another shape, or its
@@ -48,8 +48,8 @@ def load_mtp(
     names, config = reader.checkpoint, replace(target.config, num_layers=1, windows=None)
     block = f"{prefix}layers.0." if qwen else prefix
     _check_layer(names, block, config)
-    layers, config = _layers(reader, block, config)
-    hidden, vocab = config.hidden_size, config.vocab_size
+    layers, config = _layers(reader, block, config, ranks)
+    hidden, vocab = config.hidden_size, target.config.vocab_size
     embed, feature, mix, out = {
         "deepseek": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
         "qwen": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
@@ -65,22 +65,22 @@ def load_mtp(
     ids = own_ids(names, own, draft_vocab, path, vocab, prefix)
     head = Head(
         config=config,
-        embedding=target.ends[0],
         layers=layers,
-        lm_head=shared(target, ids),
+        **shared(target, ids, ranks),
         rope=Rope(config),
         mix=make_linear(weights, weight),
         norm_embed=reader.norm(prefix + embed, hidden),
         norm_hidden=reader.norm(prefix + feature, hidden),
         norm_out=reader.norm(prefix + out, hidden),
-        recycle_normed=recycle_normed,
+        recycle_normed=True,
+        ranks=ranks,
     )
     names.finish()
     return LoadedHead(head, (-1,), DraftVocab(vocab, ids), target.kv_dtype)
 
 
 def _layers(
-    reader: Reader, block: str, config: ModelConfig
+    reader: Reader, block: str, config: ModelConfig, ranks: Ranks | None
 ) -> tuple[list[Layer] | list[LatentLayer], ModelConfig]:
     """The module's one layer, and the config with its sizes."""
     names = reader.checkpoint
@@ -88,8 +88,11 @@ def _layers(
     if not experts:  # dense layers may differ in it
         inner = names.shape(f"{block}mlp.gate_proj.weight")[0]
         config = replace(config, intermediate_size=inner)
-    if f"{block}self_attn.kv_a_proj_with_mqa.weight" not in names:
+    latent = f"{block}self_attn.kv_a_proj_with_mqa.weight" in names
+    if not latent:
         config = replace(config.dense, attention_bias=False, qk_norm=False)
+    config = reader.split(config, ranks)
+    if not latent:
         return [reader.layer(block, config)], config
     parts = convert_layer(names, config, reader.weights, block, "layer", experts=experts)
     return [assemble_layer(config, reader.weights, dict(parts), "layer")], config

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from foretell.models.checkpoint import Cut, Source
 from foretell.models.config import ModelConfig
-from foretell.models.linear import Embedding, Linear
+from foretell.models.linear import Embedding, PackedLinear
 
 T = TypeVar("T")
 Exchange = Callable[[], Any]
@@ -58,6 +59,10 @@ class Ranks(Protocol):
         """Every rank's x, of one shape, on rank 0; nothing on others."""
         ...
 
+    def share(self, x: Tensor) -> Tensor:
+        """Rank 0's x, written into that of others."""
+        ...
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -86,17 +91,19 @@ class Shard:
             )
         if whole.moe is not None and whole.moe.num_experts < world:
             raise ValueError(f"tensor_parallel={world}: more than {whole.moe.num_experts} experts")
-        if self.vocab_part * (world - 1) >= whole.vocab_size:
+        if self.vocab[-1] <= 0:
             raise ValueError(f"tensor_parallel={world}: more than {whole.vocab_size} tokens can do")
 
     @property
-    def vocab_part(self) -> int:
-        """Tokens of a rank; the last one has what is left."""
-        return -(-self.whole.vocab_size // self.world)
+    def vocab(self) -> list[int]:
+        """Tokens of each rank; the last one has what is left."""
+        whole = self.whole.vocab_size
+        part = -(-whole // self.world)
+        return [min(part, whole - rank * part) for rank in range(self.world)]
 
     @property
     def first_token(self) -> int:
-        return self.rank * self.vocab_part
+        return sum(self.vocab[: self.rank])
 
     @property
     def config(self) -> ModelConfig:
@@ -107,7 +114,7 @@ class Shard:
             num_heads=whole.num_heads // world,
             num_kv_heads=max(1, whole.num_kv_heads // world),
             intermediate_size=whole.intermediate_size // world,
-            vocab_size=min(self.vocab_part, whole.vocab_size - self.first_token),
+            vocab_size=self.vocab[self.rank],
             moe=whole.moe and replace(whole.moe, part=(self.rank, world)),
         )
 
@@ -206,13 +213,25 @@ class PartEmbedding:
 
 
 class GatheredLinear:
-    """An output projection that ranks have ranges of: logits [O, V] on rank 0, [O, 0] on others."""
+    """An output projection whose outputs [N] lie on ranks one after the other: logits [O, N] on
+    rank 0, [O, 0] on others.
 
-    def __init__(self, part: Linear, shard: Shard, ranks: Ranks) -> None:
-        self.part, self.ranks = part, ranks
-        self.width, self.vocab = shard.vocab_part, shard.whole.vocab_size
+    Args:
+        counts: outputs of each rank.
+    """
+
+    def __init__(self, part: PackedLinear, counts: SequenceOf[int], ranks: Ranks) -> None:
+        self.part, self.counts, self.ranks = part, counts, ranks
 
     def __call__(self, x: Tensor) -> Tensor:
         logits = self.part(x)
-        parts = self.ranks.gather(F.pad(logits, (0, self.width - logits.shape[1])))
-        return torch.cat([*parts, logits[:, :0]], dim=1)[:, : self.vocab]
+        parts = self.ranks.gather(F.pad(logits, (0, max(self.counts) - logits.shape[1])))
+        own = [part[:, :n] for part, n in zip(parts, self.counts, strict=False)]
+        return torch.cat([*own, logits[:, :0]], dim=1)
+
+    def rows(self, ids: Tensor) -> GatheredLinear:
+        """A product with only the outputs ids [N] int64, ascending, each where it is now."""
+        edges = [0, *accumulate(self.counts)]
+        own = [ids[(ids >= a) & (ids < b)] - a for a, b in pairwise(edges)]
+        part = self.part.rows(own[self.ranks.rank])
+        return GatheredLinear(part, [len(each) for each in own], self.ranks)

@@ -1,4 +1,4 @@
-"""A rank's part of a decoder: computes up to an exchange with the other ranks, and goes on.
+"""Rows through layers, on one rank or as one's part: computes up to an exchange, and goes on.
 
 Where that is asked for, a batch in which every sequence has as many rows is two batches of half the
 sequences: while one half's exchange is under way the other half computes (DeepSeek-V3, 2412.19437,
@@ -12,22 +12,21 @@ import copy
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import fields, replace
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from foretell.attention.base import Attention, Layout
-from foretell.attention.rows import add_rms_norm, rms_norm
+from foretell.attention.rows import add_rms_norm
 from foretell.models.config import ModelConfig
-from foretell.models.decoder import Decoder
-from foretell.models.layer import Layer
-from foretell.models.linear import Embedding, Linear
+from foretell.models.layer import Layer, Over
 from foretell.models.mla import LatentLayer
 from foretell.models.moe import Experts
 from foretell.models.rope import Rope
 from foretell.models.sharding import Exchange, Ranks, Steps
 
+T = TypeVar("T")
 _MOST_ROWS = 2
 """Of each sequence: a root and the one token that is drafted."""
 
@@ -40,84 +39,68 @@ class Listener(Protocol):
     def step(self, counts: dict[str, int]) -> None: ...
 
 
-class SpreadDecoder(Decoder):
-    """As `Decoder`, with products of which only all ranks' sum is the layer's.
+class Network(Protocol):
+    """A decoder or a head."""
 
-    Args:
-        embedding: zeros for tokens of other ranks.
-        lm_head: gathers its outputs by itself.
+    config: ModelConfig
+    rope: Rope
+    ranks: Ranks | None
+    """Those whose products add up to a layer's; None where it is whole."""
+
+    @property
+    def layers(self) -> SequenceOf[Layer | LatentLayer]: ...
+
+
+def total(part: Tensor, ranks: Ranks | None) -> Steps[Tensor]:
+    """A product of which each rank has a term."""
+    return part if ranks is None else (yield ranks.start_sum(part))
+
+
+def through_layers(
+    network: Network,
+    norm: Tensor | None,
+    hidden: Tensor,
+    x: Tensor,
+    attention: Attention,
+    layout: Layout,
+    kv: SequenceOf[tuple[Tensor, Tensor]],
+    taps: tuple[int, ...] = (),
+) -> Steps[tuple[Tensor, dict[int, Tensor]]]:
     """
+    Args:
+        norm: [H] behind the last layer, None where there is none.
+        hidden: [R, H or 2 H] what the first attention reads.
+        x: [R, H] the residual; all that layers put out is added to it in place.
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        embedding: Embedding,
-        layers: SequenceOf[Layer | LatentLayer],
-        norm: Tensor,
-        lm_head: Linear,
-        rope: Rope,
-        ranks: Ranks,
-    ) -> None:
-        super().__init__(config, embedding, layers, norm, lm_head, rope)
-        self.whole_pass = None
-        self.ranks = ranks
-        self.listeners: tuple[Listener, Listener] | None = None
-        """Of passes in halves."""
+    Returns:
+        What is behind the norm [R, H], and the outputs [R, H] of layers that are tapped.
+    """
+    config, layers, ranks = network.config, network.layers, network.ranks
+    eps, tapped = config.rms_norm_eps, dict[int, Tensor]()
+    over = Over(config, network.rope, attention, layout)
+    for i, layer in enumerate(layers):
+        seen = layer.attend(hidden, over, kv[i])
+        # Each norm also adds to x, in place, what the block before it put out.
+        hidden = add_rms_norm((yield from total(seen, ranks)), x, layer.post_norm, eps)
+        if ranks and isinstance(layer, LatentLayer) and isinstance(layer.block, Experts):
+            out = yield from layer.block.over_ranks(hidden, ranks)
+        else:
+            out = yield from total(layer.feed(hidden), ranks)
+        following = layers[i + 1].input_norm if i + 1 < len(layers) else norm
+        hidden = x.add_(out) if following is None else add_rms_norm(out, x, following, eps)
+        if i in taps:
+            tapped[i] = x.clone()
+    return hidden, tapped
 
-    @torch.inference_mode()
-    def forward(
-        self,
-        tokens: Tensor,
-        attention: Attention,
-        layout: Layout,
-        kv: SequenceOf[tuple[Tensor, Tensor]],
-        taps: tuple[int, ...] = (),
-    ) -> tuple[Tensor, Tensor | None]:
-        """See `Decoder.forward`."""
-        self.rope.cover(layout.positions)
-        border = half_of(layout) if self.ranks.halves else 0
-        if not border:
-            (result,) = _in_turn([self._steps(tokens, attention, layout, kv, taps)])
-            return result
-        halves: list[Steps[tuple[Tensor, Tensor | None]]] = []
-        for rows in (slice(0, border), slice(border, None)):
-            part, planned = _rows_of(layout, rows), copy.copy(attention)
-            planned.plan(part)
-            halves.append(self._steps(tokens[rows], planned, part, kv, taps))
-        (first, more), (second, others) = _in_turn(halves, self.listeners)
-        features = None if more is None or others is None else torch.cat([more, others])
-        return torch.cat([first, second]), features
 
-    def _steps(
-        self,
-        tokens: Tensor,
-        attention: Attention,
-        layout: Layout,
-        kv: SequenceOf[tuple[Tensor, Tensor]],
-        taps: tuple[int, ...],
-    ) -> Steps[tuple[Tensor, Tensor | None]]:
-        config, layers, eps = self.config, self.layers, self.config.rms_norm_eps
-        sums = self.ranks.start_sum
-        x = yield sums(self.embedding(tokens))  # [R, H]
-        assert layers[0].input_norm is not None
-        hidden = rms_norm(x, layers[0].input_norm, eps)
-        tapped: dict[int, Tensor] = {}
-        for i, layer in enumerate(layers):
-            seen = yield sums(layer.attend(hidden, config, self.rope, attention, layout, kv[i]))
-            hidden = add_rms_norm(seen, x, layer.post_norm, eps)
-            if isinstance(layer, LatentLayer) and isinstance(layer.block, Experts):
-                out = yield from layer.block.over_ranks(hidden, self.ranks)
-            else:
-                out = yield sums(layer.feed(hidden))
-            following = layers[i + 1].input_norm if i + 1 < len(layers) else self.norm
-            assert following is not None
-            hidden = add_rms_norm(out, x, following, eps)
-            if i in taps:
-                tapped[i] = x.clone()
-        if not taps:
-            return hidden, None
-        tapped[-1] = hidden
-        return hidden, torch.cat([tapped[tap] for tap in taps], dim=1)
+def straight(steps: Steps[T]) -> T:
+    """Runs a pass to its end; each exchange is waited for at once."""
+    came = None
+    while True:
+        try:
+            came = steps.send(came)()
+        except StopIteration as end:
+            return end.value
 
 
 def half_of(layout: Layout) -> int:
@@ -133,15 +116,21 @@ def half_of(layout: Layout) -> int:
     return num // 2 * each
 
 
-def _rows_of(layout: Layout, rows: slice) -> Layout:
+def planned_for(rows: slice, attention: Attention, layout: Layout) -> tuple[Attention, Layout]:
+    """Attention and layout of some rows only."""
     shared = ("page_table", "page_size")
     parts = {f.name: getattr(layout, f.name)[rows] for f in fields(layout) if f.name not in shared}
-    return replace(layout, **parts)
+    part, planned = replace(layout, **parts), copy.copy(attention)
+    planned.plan(part)
+    return planned, part
 
 
-def _in_turn(passes: list[Steps[Any]], listeners: SequenceOf[Listener] | None = None) -> list[Any]:
-    """Runs passes to their ends, each up to its next exchange and then the next one."""
-    results: list[Any] = [None] * len(passes)
+def in_halves(
+    passes: SequenceOf[Steps[tuple[Tensor, Tensor | None]]],
+    listeners: SequenceOf[Listener] | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Runs two passes, each up to its next exchange and then the other one."""
+    results: list[tuple[Tensor, Tensor | None]] = []
     exchanges: dict[int, tuple[Exchange, float]] = {}
     for i, each in enumerate(passes):
         begun = time.perf_counter()
@@ -156,12 +145,14 @@ def _in_turn(passes: list[Steps[Any]], listeners: SequenceOf[Listener] | None = 
             try:
                 following = passes[i].send(came)
                 exchanges[i] = following, time.perf_counter()
-            except StopIteration as end:
-                results[i] = end.value
+            except StopIteration as end:  # both have as many exchanges: in order, then
+                results.append(end.value)
                 del exchanges[i]
             if listeners:
                 listeners[i].phase("exchange", begun, there)
                 listeners[i].phase("compute", there, time.perf_counter())
-    for i, listener in enumerate(listeners or ()):
-        listener.step({"rows": len(results[i][0])})
-    return results
+    for listener, (hidden, _) in zip(listeners or (), results, strict=False):
+        listener.step({"rows": len(hidden)})
+    features = [part for _, part in results if part is not None]
+    hidden = torch.cat([hidden for hidden, _ in results])
+    return hidden, torch.cat(features) if features else None

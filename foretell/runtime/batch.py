@@ -13,7 +13,10 @@ from foretell.attention.base import Layout
 from foretell.spec.drafter import Rows
 
 HEADER = 6
-"""Words that say how much of everything follows: rows, outputs, sequences, pages of each, moves."""
+"""Words that say how much of everything follows: rows, outputs, sequences, pages of each, moves;
+and what runs them."""
+TARGET, HEAD, FOLLOW = range(3)
+"""The target; a head; a head on the target's last rows, of which nothing follows."""
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,11 @@ class Broadcast:
         return words.numpy()
 
     def _share(self, tensor: torch.Tensor) -> None:
-        settings = dist.BroadcastOptions()
-        settings.rootRank = 0
-        self._group.broadcast([tensor], settings).wait()
+        share(tensor, self._group)
+
+
+def share(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Rank 0's tensor, written into that of others."""
+    settings = dist.BroadcastOptions()
+    settings.rootRank = 0
+    group.broadcast([tensor], settings).wait()

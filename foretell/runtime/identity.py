@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from pathlib import Path
 
@@ -30,12 +29,15 @@ def identity(config: EngineConfig) -> dict[str, str]:
     package = Path(foretell.__file__).parent
     for file in sorted(package.rglob("*.py")):
         code.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes())
-    names = ("weights", "tensor_parallel", "max_num_seqs", "max_model_len", "page_size")
+    names = (
+        *("weights", "tensor_parallel", "max_num_seqs", "max_model_len", "page_size"),
+        *("speculation", "halves"),
+    )
     return {
         "code": code.hexdigest(),
         "torch": torch.__version__,
         "model": _model(resolve(config.model)),
-        "config": json.dumps([getattr(config, name) for name in names]),
+        "config": str([getattr(config, name) for name in names]),
     }
 
 

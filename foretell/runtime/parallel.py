@@ -8,30 +8,36 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from foretell.attention.base import Attention
 from foretell.config import EngineConfig
 from foretell.models.config import ModelConfig
+from foretell.models.head import Head
 from foretell.models.loader import LoadedModel
-from foretell.runtime.batch import HEADER, with_moves
+from foretell.runtime.batch import FOLLOW, HEAD, HEADER, with_moves
 from foretell.runtime.channel import Broadcast, Channel, SharedMemory
 from foretell.runtime.identity import difference, identity
 from foretell.runtime.ranks import Group, RankError
 from foretell.runtime.runner import Output, Runtime
 from foretell.runtime.stream import Work, Worker
 from foretell.runtime.torchrun import torchrun
-from foretell.spec.drafter import Rows
+from foretell.spec.drafter import KVGroup, Rows
 from foretell.spec.tree import MAX_NODES
 
 _LOOK = 0.1
@@ -53,6 +59,10 @@ class Leader:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.failed: str | None = None
         """Why no pass can run any more."""
+        self.busy = False
+        """Is a pass under way that all take part in?"""
+        self.broken: BaseException | None = None
+        """What ended one before its end: the ranks are out of step."""
         self.memory: list[dict[str, int]] = []
         """Bytes by group of each other rank."""
         self.stream = Worker("pass")
@@ -67,7 +77,6 @@ class Leader:
         self.group.halves = config.halves
         try:
             self._meet(config)
-            self.group.connect()
         except BaseException:
             _end(self.processes, None)
             raise
@@ -85,7 +94,7 @@ class Leader:
             mine, theirs = socket.socketpair()
             what = {
                 "rank": rank, "port": self.group.port, "memory": file, "socket": theirs.fileno(),
-                "config": plain(config),
+                "config": pickle.dumps(config).hex(),
             }  # fmt: skip
             self.processes.append(
                 subprocess.Popen(
@@ -136,8 +145,23 @@ class Leader:
         if reason := self.failed or self.lost():
             self.fail(reason)
 
+    @contextmanager
+    def all_run(self, words: np.ndarray) -> Iterator[None]:
+        """While it lasts all ranks run what these words say."""
+        if self.broken is not None:  # exchanges would meet the wrong ones
+            raise self.broken
+        self.busy = True
+        try:
+            self.channel.send(words)
+            yield
+        except BaseException as error:
+            self.broken = error
+            raise
+        finally:
+            self.busy = False
+
     def wait(self, work: Work[T]) -> T:
-        """The result of work that all ranks take part in.
+        """The result of submitted work.
 
         Raises:
             RankError: a rank has died, or nothing has moved for `rank_timeout` seconds.
@@ -145,14 +169,14 @@ class Leader:
         moved, since = self.group.exchanges, time.monotonic()
         while not work.wait(_LOOK):
             now = time.monotonic()
-            if self.group.exchanges != moved:
+            if self.group.exchanges != moved or not self.busy:
                 moved, since = self.group.exchanges, now
             if reason := self.lost():
                 self.fail(reason)
             if now - since > self.group.timeout:
                 self.fail(self.group.behind() or "rank 0 hangs in a pass")
-        if work.error is not None:
-            self.fail(self._blame(work.error))
+        if self.broken is not None:
+            self.fail(self._blame(self.broken))
         return work.value()
 
     def _blame(self, error: BaseException) -> str:
@@ -206,37 +230,59 @@ class ParallelRuntime(Runtime):
         self.leader, self.stream = leader, leader.stream
         self._moves: tuple[list[int], list[int]] = ([], [])
 
-    def agree(self, num_pages: int) -> int:
-        """The pages that every rank has room for; then all take them."""
-        num_pages = min([num_pages, *self.leader.hear("loaded")])
-        self.leader.group.answer("loaded", num_pages)
-        self.leader.memory = self.leader.hear("memory")
-        return num_pages
-
-    def submit(self, name: str, call: Callable[[], T], *, ranks: bool = False) -> Work[T]:
-        """See `Runtime.submit`. What interrupts the caller leaves the ranks in step.
+    def begin(self, num_pages: int, draft: KVGroup | None) -> None:
+        """Takes as many pages as every rank has room for, and connects the ranks.
 
         Raises:
-            RankError: a rank was lost before.
+            RankError: a rank is lost, or has another head.
         """
-        if ranks:
-            self.leader.look()
-        return super().submit(name, call, ranks=ranks)
+        leader, group = self.leader, self.leader.group
+        num_pages = min([num_pages, *leader.hear("loaded")])
+        group.answer("loaded", num_pages)
+        self.allocate(num_pages, draft)
+        self.warm()
+        leader.memory = leader.hear("memory")
+        group.answer("memory", None)
+        group.connect()
 
     def wait(self, work: Work[T]) -> T:
-        """See `Runtime.wait`.
+        """See `Runtime.wait`. What interrupts the caller leaves the ranks in step.
 
         Raises:
             RankError: a rank is lost.
         """
-        return self.leader.wait(work) if work.ranks else super().wait(work)
+        return self.leader.wait(work)
 
     def forward_target(self, rows: Rows) -> Output:
-        """See `Runtime.forward_target`."""
+        """See `Runtime.forward_target`.
+
+        Raises:
+            RankError: a rank was lost before.
+        """
+        self.leader.look()
         ready, moves = self._ready(rows), self._moves
         self._moves = ([], [])
-        self.leader.channel.send(with_moves(ready.words, moves))
-        return self.run_target(ready)
+        with self.leader.all_run(with_moves(ready.words, moves)):
+            return self.run_target(ready)
+
+    def forward_head(self, head: Head, rows: Rows, features: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Runtime.forward_head`."""
+        ready = self._prepare(rows)
+        if head.ranks is None:
+            return self.run_head(head, ready, features)
+        ready.words[HEADER - 1] = HEAD
+        with self.leader.all_run(ready.words):
+            return self.run_head(head, ready, head.ranks.share(features))
+
+    def follow_target(
+        self, head: Head, tokens: Tensor, features: Tensor, outputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See `Runtime.follow_target`. The other ranks have the features themselves."""
+        if head.ranks is None:
+            return super().follow_target(head, tokens, features, outputs)
+        with self.leader.all_run(np.array([0] * (HEADER - 1) + [FOLLOW], np.int32)):
+            head.ranks.share(torch.cat([tokens, outputs]))
+            return super().follow_target(head, tokens, features, outputs)
 
     def move(self, slot: int, source: SequenceOf[int], target: SequenceOf[int]) -> None:
         """Here at once, on the other ranks before their next pass."""
@@ -254,12 +300,3 @@ def most_words(config: EngineConfig, model: ModelConfig) -> int:
     pages = (length + MAX_NODES) // config.page_size + 2
     rows = config.max_num_batched_tokens + MAX_NODES * config.max_num_seqs
     return HEADER + 11 * rows + config.max_num_seqs * pages
-
-
-def plain(config: EngineConfig) -> dict[str, Any]:
-    """What the other ranks need of a configuration: nothing of the draft."""
-    names = (
-        *("model", "weights", "tensor_parallel", "rank_timeout", "max_num_seqs", "max_model_len"),
-        *("max_num_batched_tokens", "page_size", "kv_memory", "threads", "halves"),
-    )
-    return {name: getattr(config, name) for name in names}

@@ -1,27 +1,28 @@
 """A rank that is not the first: receive a buffer, run its rows, and again.
 
-It has a part of the target and the target's KV, and nothing of a draft.
+It has a part of the target, and of a head that drafts single tokens; of other drafts nothing.
 """
 
 from __future__ import annotations
 
 import json
+import pickle
 import signal
 import socket
 import sys
 from contextlib import suppress
 
 import torch
+from torch import Tensor
 
-from foretell.attention.compiler import have_compiler
-from foretell.attention.cpu import CpuAttention
 from foretell.attention.pool import num_threads, set_num_threads
-from foretell.attention.reference import ReferenceAttention
 from foretell.config import EngineConfig
+from foretell.drafters import expand, spread_head
+from foretell.models.head import Head
 from foretell.models.loader import load
+from foretell.runtime.batch import FOLLOW, HEAD, HEADER, TARGET
 from foretell.runtime.channel import Broadcast, Channel, SharedMemory
 from foretell.runtime.identity import identity
-from foretell.runtime.kv import num_pages_for, page_bytes
 from foretell.runtime.memory import storages, tensors_alive
 from foretell.runtime.ranks import Group, RankError
 from foretell.runtime.runner import Runtime
@@ -39,40 +40,54 @@ def follow(config: EngineConfig, group: Group, channel: Channel | None) -> None:
     """
     group.halves = config.halves
     group.ask("identity", identity(config))
-    group.connect()
     channel = channel or Broadcast(group.words())
     target = load(
         config.model, config.weights, max_model_len=config.max_model_len, progress=False,
         ranks=group,
     )  # fmt: skip
-    length = config.max_model_len or target.config.max_position_embeddings
-    runtime = Runtime(
-        target,
-        CpuAttention() if have_compiler() else ReferenceAttention(),
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=length,
-        page_size=config.page_size,
-    )
-    size = config.page_size
-    room = num_pages_for(
-        config.kv_memory, page_bytes([runtime.target_group], size) * group.neighbours, size,
-        config.max_num_seqs, length,
-    )  # fmt: skip
-    runtime.allocate(group.ask("loaded", room), None)
-    group.tell("memory", memory(runtime))
-    serve(runtime, channel)
+    runtime = Runtime.of(config, target)
+    loaded = spread_head(config.speculation and expand(config.speculation, target), target)
+    draft = None
+    if loaded is not None:
+        runtime.taps, draft = loaded.taps, loaded.head.config.kv_group(loaded.kv_dtype)
+    groups = [runtime.target_group, *([draft] if draft else [])]
+    room = runtime.room(config, groups * group.neighbours)
+    runtime.allocate(group.ask("loaded", room), draft)
+    runtime.warm()
+    group.ask("memory", memory(runtime, loaded))
+    group.connect()
+    serve(runtime, channel, loaded and loaded.head)
     group.close()
 
 
-def serve(runtime: Runtime, channel: Channel) -> None:
-    """The loop."""
+@torch.inference_mode()
+def serve(runtime: Runtime, channel: Channel, head: Head | None) -> None:
+    """The loop.
+
+    Args:
+        head: this rank's part of one.
+    """
     assert runtime.kv is not None
-    with torch.inference_mode():
-        while (words := channel.receive()) is not None:
-            ready = runtime.plan(words)
+    features: Tensor | None = None
+    while (words := channel.receive()) is not None:
+        what = words[HEADER - 1]
+        ready = runtime.plan(words) if what != FOLLOW else runtime.ran
+        assert ready is not None
+        rows, sequences = len(ready.batch.tokens), len(ready.batch.layout.page_table)
+        if what == TARGET:
             if ready.batch.moves.numel():
                 runtime.kv.move("target", *ready.batch.moves.tolist())
-            runtime.run_target(ready)
+            features = runtime.run_target(ready).features
+            continue
+        assert head is not None
+        assert head.ranks is not None
+        if what == HEAD:
+            given = head.ranks.share(torch.empty(rows, head.config.hidden_size))
+            runtime.run_head(head, ready, given)
+        else:
+            assert features is not None
+            both = head.ranks.share(torch.empty(rows + sequences, dtype=torch.int64))
+            runtime.follow_target(head, both[:rows], head.feature(features), both[rows:])
 
 
 def memory(runtime: Runtime, drafter: object = None) -> dict[str, int]:
@@ -93,7 +108,7 @@ def memory(runtime: Runtime, drafter: object = None) -> dict[str, int]:
 def main(text: str) -> int:
     """A rank that rank 0 has started."""
     what = json.loads(text)
-    config = EngineConfig(**what["config"])
+    config: EngineConfig = pickle.loads(bytes.fromhex(what["config"]))  # of this very user
     set_num_threads(max(1, (config.threads or num_threads()) // config.tensor_parallel))
     channel = SharedMemory(what["memory"], [socket.socket(fileno=what["socket"])])
     world = config.tensor_parallel

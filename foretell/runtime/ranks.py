@@ -17,13 +17,14 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from foretell.runtime.channel import share
 
 _AGES = timedelta(days=3650)
 """For waits that end with the process: a pulse that fails ends it."""
@@ -83,13 +84,15 @@ class Group:
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._local = host in ("127.0.0.1", "localhost")
         self.halves = False
+        self._exchange: Any = None
         self.exchanges = 0
         """Exchanges that this rank has begun: who is behind is who holds the others up."""
         if rank:
             threading.Thread(target=self._beat, name="pulse", daemon=True).start()
 
     def connect(self) -> None:
-        """Opens the connections for exchanges. All ranks must come, and soon.
+        """Opens the connections for exchanges; without them each rank sees what it has itself. All
+        ranks must come, and soon.
 
         Raises:
             RuntimeError: one does not.
@@ -125,9 +128,10 @@ class Group:
         tree would add in an order that depends on the place in the buffer, so they are added here.
         """
         self.exchanges += 1
-        x = x.contiguous()
+        x, exchange = x.contiguous(), self._exchange
+        if exchange is None:
+            return lambda: x
         parts = [x] if self.world == 2 else [torch.empty_like(x) for _ in range(self.world)]
-        exchange = self._exchange
         work = exchange.allreduce(parts) if self.world == 2 else exchange.allgather([parts], [x])
 
         def wait() -> Tensor:
@@ -164,8 +168,15 @@ class Group:
         settings = dist.GatherOptions()
         settings.rootRank = 0
         parts = [] if self.rank else [torch.empty_like(x) for _ in range(self.world)]
-        self._exchange.gather([] if self.rank else [parts], [x.contiguous()], settings).wait()
+        if self._exchange is not None:
+            self._exchange.gather([] if self.rank else [parts], [x.contiguous()], settings).wait()
         return parts
+
+    def share(self, x: Tensor) -> Tensor:
+        """See `models.sharding.Ranks`."""
+        self.exchanges += 1
+        share(x := x.contiguous(), self._exchange)
+        return x
 
     # ---- agreement
 
@@ -252,5 +263,4 @@ class Group:
     def close(self) -> None:
         """Stops giving signs of life."""
         self._ended.set()
-        with suppress(AttributeError):
-            del self._exchange
+        self._exchange = None

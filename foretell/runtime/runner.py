@@ -6,8 +6,8 @@ import copy
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -15,12 +15,15 @@ from torch import Tensor
 
 from foretell.attention.base import Attention
 from foretell.attention.compiler import have_compiler
+from foretell.attention.cpu import CpuAttention
+from foretell.attention.reference import ReferenceAttention
+from foretell.config import EngineConfig
 from foretell.models.head import Head
 from foretell.models.loader import LoadedModel
 from foretell.runtime.batch import Batch, fill, pack, view
-from foretell.runtime.kv import KVPool
+from foretell.runtime.kv import KVPool, num_pages_for, page_bytes
 from foretell.runtime.stream import Inline, Stream, Work
-from foretell.spec.drafter import KVGroup, Rows
+from foretell.spec.drafter import KVGroup, Rows, run_rows
 from foretell.spec.noise import gumbel
 from foretell.spec.tree import MAX_NODES
 
@@ -71,7 +74,8 @@ class Runtime:
         self.stream: Stream = Inline()
         self._ahead = deque(copy.copy(attention) for _ in range(3))
         self._prepared: tuple[Rows, Prepared] | None = None
-        self._ran: Prepared | None = None
+        self.ran: Prepared | None = None
+        """The target's last pass."""
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.page_size = page_size
@@ -84,6 +88,28 @@ class Runtime:
         width = -(-(max_model_len + MAX_NODES) // page_size)
         self.page_table = np.full((max_num_seqs, width), -1, dtype=np.int32)
 
+    @classmethod
+    def of(cls, config: EngineConfig, target: LoadedModel, **more: Any) -> Self:
+        """The runtime that a configuration asks for."""
+        return cls(
+            target,
+            CpuAttention() if have_compiler() else ReferenceAttention(),
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len or target.config.max_position_embeddings,
+            page_size=config.page_size,
+            **more,
+        )
+
+    def room(self, config: EngineConfig, groups: SequenceOf[KVGroup]) -> int:
+        """Pages of these groups that there is memory for.
+
+        Raises:
+            ValueError: as `num_pages_for`.
+        """
+        each = page_bytes(groups, self.page_size)
+        seqs, length = self.max_num_seqs, self.max_model_len
+        return num_pages_for(config.kv_memory, each, self.page_size, seqs, length)
+
     @property
     def target_group(self) -> KVGroup:
         """The target's layers in the page space."""
@@ -95,18 +121,19 @@ class Runtime:
         groups = {"target": self.target_group} | ({"draft": draft} if draft else {})
         self.kv = KVPool(groups, num_pages, self.page_size, self.device)
 
+    def warm(self) -> None:
+        """Runs a row for nothing, so that all is compiled that a pass calls."""
+        self.set_pages(0, [0])
+        self.run_target(self._prepare(run_rows([0], [0], [[0]])))
+
     def set_pages(self, slot: int, pages: SequenceOf[int]) -> None:
         """Writes a sequence's page table."""
         self.page_table[slot, : len(pages)] = pages
         self.page_table[slot, len(pages) :] = -1
 
-    def submit(self, name: str, call: Callable[[], T], *, ranks: bool = False) -> Work[T]:
-        """Gives the stream something to do.
-
-        Args:
-            ranks: whether other ranks take part in it.
-        """
-        work = Work(name, call, ranks)
+    def submit(self, name: str, call: Callable[[], T]) -> Work[T]:
+        """Gives the stream something to do."""
+        work = Work(name, call)
         self.stream.submit(work)
         return work
 
@@ -127,31 +154,31 @@ class Runtime:
 
     def run_target(self, ready: Prepared) -> Output:
         """The same with rows that are packed."""
-        self._ran = ready
+        self.ran = ready
         return self._run(self.target.model, "target", ready, self.taps)
 
     def forward(self, model: Any, rows: Rows) -> Tensor:
         """Runs a drafter's model over the drafter's layers: logits [O, V] float32."""
         return self._run(model, "draft", self._prepare(rows), ()).logits
 
-    @torch.inference_mode()
     def forward_head(self, head: Head, rows: Rows, features: Tensor) -> tuple[Tensor, Tensor]:
         """Runs a head over the drafter's layers: logits [O, Vd] and features [O, H], float32."""
-        assert self.kv is not None
-        ready = self._prepare(rows)
-        batch, kv = ready.batch, self.kv.layers["draft"]
-        return head.run(batch.tokens, features, batch.outputs, ready.attention, batch.layout, kv)
+        return self.run_head(head, self._prepare(rows), features)
 
-    @torch.inference_mode()
     def follow_target(
         self, head: Head, tokens: Tensor, features: Tensor, outputs: Tensor
     ) -> tuple[Tensor, Tensor]:
         """See `DraftRuntime.follow_target`."""
+        assert self.ran is not None
+        batch = replace(self.ran.batch, tokens=tokens.clamp(min=0).int(), outputs=outputs.int())
+        return self.run_head(head, replace(self.ran, batch=batch), features)
+
+    @torch.inference_mode()
+    def run_head(self, head: Head, ready: Prepared, features: Tensor) -> tuple[Tensor, Tensor]:
+        """`forward_head` with rows that are packed."""
         assert self.kv is not None
-        assert self._ran is not None
-        layout, kv = self._ran.batch.layout, self.kv.layers["draft"]
-        tokens, outputs = tokens.clamp(min=0).int(), outputs.int()
-        return head.run(tokens, features, outputs, self._ran.attention, layout, kv)
+        batch, kv = ready.batch, self.kv.layers["draft"]
+        return head.run(batch.tokens, features, batch.outputs, ready.attention, batch.layout, kv)
 
     def sampler_noise(self, seeds: SequenceOf[int], positions: SequenceOf[int]) -> Tensor:
         """[R, V] float32 Gumbel noise of the target's own draws at those absolute positions."""

@@ -24,7 +24,6 @@ class Work(Generic[T]):
     Args:
         name: for traces.
         call: what to do.
-        ranks: whether other ranks take part.
     """
 
     __slots__ = (
@@ -36,12 +35,11 @@ class Work(Generic[T]):
         "is_over",
         "name",
         "over",
-        "ranks",
         "start",
     )
 
-    def __init__(self, name: str, call: Callable[[], T], ranks: bool = False) -> None:
-        self.name, self.ranks = name, ranks
+    def __init__(self, name: str, call: Callable[[], T]) -> None:
+        self.name = name
         self.start = self.end = 0.0
         """Seconds of ``time.perf_counter``."""
         self.is_over = False

@@ -16,6 +16,7 @@ from foretell.engine.one_token import OneToken
 from foretell.llm import LLM
 from foretell.runtime.stream import Work, Worker
 from foretell.sequence import FinishReason
+from foretell.spec.budget import FixedBudget
 from tests import heads, tiny
 from tests.engine.test_same_text import PROMPTS, SETTINGS, plain, speculative
 from tests.faults.white_box import cells, start, steps
@@ -154,6 +155,19 @@ def test_a_head_that_follows_has_the_kv_and_logits_of_one_that_observes(scheme, 
                 assert torch.equal(one, other), key
 
 
+def test_what_a_head_has_followed_it_is_not_shown_again(monkeypatch):
+    """An adaptive drafter is shown what it missed when drafts are wanted: nothing, here."""
+    found, llm = ways(monkeypatch), beside(tiny.llm(f"{SINGLE[0]},adaptive=true"))
+    llm.engine.scheduler.budget = FixedBudget()
+    sequences = start(llm, PROMPTS[:4], tiny.greedy(max_tokens=16))
+    for _ in steps(llm, sequences):
+        settled(llm)
+        behind = [llm.engine.drafting.watches[0].behind(s) for s in sequences if s.slot >= 0]
+        assert not found or not any(behind), len(found)
+    assert len(found) > 8
+    assert [s.output for s in sequences] == [ids[:16] for ids in plain("greedy")[:4]]
+
+
 @pytest.mark.parametrize("params", [tiny.greedy(), tiny.sampled(temperature=0.8)])
 def test_the_host_is_not_asked_between_pass_and_head(params, monkeypatch):
     """Nothing of what is drawn or accepted is read while device work is made of it."""
@@ -268,6 +282,20 @@ def test_rows_are_laid_out_before_they_are_needed(scheme):
     before, taken = llm.engine.metrics.num_steps, llm.engine.ahead.taken
     llm.generate(PROMPTS[:3], tiny.greedy())
     assert llm.engine.ahead.taken - taken >= llm.engine.metrics.num_steps - before - 4
+
+
+@pytest.mark.parametrize("scheme", [SCHEMES[2], "prompt-lookup:k=4,adaptive=true"], ids=named)
+def test_rows_are_laid_out_though_a_drafter_is_loaded(scheme):
+    """It only has to be silent; where it is not, rows are made again."""
+    llm = beside(tiny.llm(scheme))
+    before = llm.engine.metrics.num_steps
+    results = llm.generate(PROMPTS[:3], tiny.greedy(), speculate=False)
+    assert tiny.ids(results) == plain("greedy")[:3]
+    steps, taken = llm.engine.metrics.num_steps - before, llm.engine.ahead.taken
+    assert taken >= steps - 4
+    assert tiny.ids(llm.generate(PROMPTS, tiny.greedy())) == plain("greedy")
+    assert llm.engine.metrics.drafted > 0 or scheme != SCHEMES[2], "they are not kept away"
+    tiny.check_idle(settled(llm))
 
 
 def test_the_caller_works_while_the_pass_is_under_way(monkeypatch):

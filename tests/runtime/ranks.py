@@ -55,6 +55,9 @@ class ThreadRanks:
     def gather(self, x):
         return [] if self._share(x) and self.rank else list(self._parts)
 
+    def share(self, x):
+        return self._share(x)[0]
+
 
 def on_threads(world: int, work: Callable[[ThreadRanks], Any]) -> list[Any]:
     """What ``work`` gives on each rank; the first error of any."""

@@ -29,11 +29,12 @@ from tests.runtime.test_sharding import run
 SCHEMES = [
     None,
     "prompt-lookup:k=4,ngram_min=1",
-    "mtp:k=1",
     "mtp:k=3",
     "mtp:depth=3,topk=3,nodes=8",
     "draft-model:weights=int4,k=3",
 ]
+MTP = "mtp:k=1,adaptive=false"
+"""Spread over the ranks, as they were started with it: see `test_spread_heads`."""
 KINDS = ("step", "compute", "exchange")
 PROMPTS = tiny.prompts(6)
 PARAMS = [tiny.greedy(max_tokens=24), tiny.sampled(max_tokens=24)]
@@ -53,7 +54,7 @@ def one():
 
 @pytest.fixture(scope="module")
 def two():
-    llm = LLM(str(checkpoint()), **OPTIONS, tensor_parallel=2, halves=True)
+    llm = LLM(str(checkpoint()), **OPTIONS, tensor_parallel=2, halves=True, speculation=MTP)
     yield llm
     llm.close()
     assert [process.returncode for process in llm.engine.runtime.leader.processes] == [0]
@@ -87,7 +88,7 @@ def test_the_text_of_one_rank(one, two, name):
 
 
 def test_logits_are_the_same_bits_alone_and_in_halves(two):
-    let_draft(two, "mtp:k=1")
+    let_draft(two, MTP)
     params = tiny.greedy(logprobs=3, max_tokens=24)
     model = two.target.model
     model.listeners = listeners = Spans(), Spans()
@@ -100,7 +101,7 @@ def test_logits_are_the_same_bits_alone_and_in_halves(two):
 
 
 def test_one_half_computes_while_the_others_exchange_is_under_way(two):
-    let_draft(two, "mtp:k=1")
+    let_draft(two, MTP)
     model = two.target.model
     model.listeners = listeners = Spans(), Spans()
     two.generate(PROMPTS, PARAMS[0])
@@ -123,7 +124,7 @@ def test_one_half_computes_while_the_others_exchange_is_under_way(two):
 
 
 def test_the_trace_shows_both_halves(two, tmp_path):
-    let_draft(two, "mtp:k=1")
+    let_draft(two, MTP)
     with traced(two, tmp_path / "trace.json"):
         two.generate(PROMPTS, PARAMS[0])
     two.target.model.listeners = None

@@ -141,3 +141,23 @@ def test_no_process_is_left(ends):
             with suppress(ProcessLookupError):
                 program.kill()
             program.communicate()
+
+
+COLD = """
+from tests import tiny
+from tests.runtime.ranks import start
+with start(rank_timeout=3.0) as llm:
+    print(tiny.ids(llm.generate([[3, 4]], tiny.greedy(max_tokens=4))))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_compiling_does_not_count_as_a_hang(tmp_path):
+    """A first start on a machine compiles for longer than ranks have to answer."""
+    env = os.environ | {"PYTHONPATH": os.getcwd(), "NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", COLD], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "compiling kernels" in done.stderr
