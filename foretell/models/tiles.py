@@ -77,12 +77,13 @@ class _Tile:
         row = b.mul(out_stride, integer(4))
         self.out = [b.inttoptr(b.add(out, b.mul(row, integer(m))), byte) for m in range(rows)]
 
-    def ask(self, at: Any) -> None:
-        """Has the lines fetched that go with the 128 bytes of weights at an offset."""
+    def ask(self, at: Any, more: int) -> None:
+        """Has the lines fetched that go with the 128 bytes of weights at offset at + more."""
         b, turns = self.code.b, 3 - len(self.tiles)
         for line in range(self.lines // turns):
             place = b.lshr(b.mul(at, integer(self.lines)), integer(1))
-            place = self.code.at(self.ahead, place, 64 * (self.tiles[0] + line))
+            fixed = more * self.lines // 2 + 64 * (self.tiles[0] + line)
+            place = self.code.at(self.ahead, place, fixed)
             call(b, "llvm.prefetch.p0", ir.VoidType(), place, *_HINT)
 
     def vector(self, pointer: Any, offset: int = 0, kind: Any = WORDS) -> Any:
@@ -124,10 +125,10 @@ class _Tile:
 
         def some(step: Any, sums: list[Any]) -> list[Any]:
             at = b.add(b.mul(k, integer(held)), b.mul(step, integer(4)))  # bytes of an output
+            here = b.mul(at, integer(PANEL))
             for more in range(0, 4 * unrolled, 4):
-                here = b.mul(b.add(at, integer(more)), integer(PANEL))
-                self.ask(here)
-                place = code.at(self.weights, here)
+                self.ask(here, more * PANEL)
+                place = code.at(self.weights, here, more * PANEL)
                 parts = [
                     taken_apart(code, self.kind, self.vector(place, 64 * t)) for t in self.tiles
                 ]
@@ -170,7 +171,7 @@ class _Tile:
         def some(step: Any, sums: list[Any]) -> list[Any]:
             for more in range(unrolled):
                 at = b.mul(b.add(step, integer(more)), integer(4))  # inputs, and bytes of an output
-                self.ask(b.add(start, b.mul(at, integer(PANEL))))
+                self.ask(b.add(start, b.mul(at, integer(PANEL))), 0)
                 place = code.at(weights, b.mul(at, integer(LANES)))
                 both = [self.vector(place, tile * t) for t in tiles]
                 for half in range(2):
@@ -184,7 +185,7 @@ class _Tile:
         stride = len(tiles) * self.rows
         nothing = [zero for zero in no_levels() for _ in range(stride)]
         sums = code.loop(integer(0), integer(4), unrolled, nothing, some)
-        self.ask(b.add(start, integer(16 * PANEL)))
+        self.ask(start, 16 * PANEL)
         halves = ir.VectorType(ir.HalfType(), LANES)
         scale, least = (
             [b.fpext(self.vector(weights, 256 + at + tile * t, halves), FLOATS) for t in tiles]
