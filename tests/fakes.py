@@ -24,7 +24,7 @@ from foretell.spec.tree_shape import TreeOptions
 
 
 class Scripted(Drafter):
-    """One tree a sequence from `grow`, random choices seeded by seed and place in the text."""
+    """One tree a sequence from `grow`, random choices seeded by seed and text."""
 
     @dataclass(frozen=True, kw_only=True)
     class Options(Drafter.Options):
@@ -40,8 +40,8 @@ class Scripted(Drafter):
         parents: list[list[int]] = []
         for sequence, budget in zip(ask.sequences, ask.budgets, strict=True):
             nodes = Nodes(sequence.tokens[-1], budget)
-            place = f"{self.options.seed} {sequence.seed} {len(sequence.tokens)}"
-            if budget:
+            if budget:  # the same for the same text, also where the request has no seed
+                place = f"{self.options.seed} {sequence.params.seed} {sequence.tokens}"
                 self.grow(nodes, sequence, random.Random(place))
             assert len(nodes.tokens) <= budget + 1
             tokens.append(nodes.tokens)
