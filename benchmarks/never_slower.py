@@ -1,15 +1,15 @@
 """Is speculation ever slower than none? Plain, fixed and adaptive decoding over batches and tasks.
 
-    python benchmarks/never_slower.py                        # everything: about an hour
+    python benchmarks/never_slower.py                        # everything: hours
     python benchmarks/never_slower.py --batches 1 8 --tasks chat --schemes lookup --json out.json
     python benchmarks/never_slower.py --head eagle:model=PATH
 
-All of them answer the same prompts in one process, in turns, in an order that is reversed every
-time; each answer has the same number of tokens (end of text is ignored). As many run at once as the
-batch says: who ends makes room for the next, as in a server under load. A ratio is the median
-over turns. `best fixed` is the best of plain and of all fixed settings. The first turn of each is
-not counted, as in the first answers after a start a controller has still to learn what a scheme
-is worth; `cold` is its ratio to plain.
+All of them answer the same prompts in one process and take turns of a fifth of a second, so that
+what else the machine does slows all alike; each answer has the same number of tokens (end of text
+is ignored). As many run at once as the batch says: who ends makes room for the next, as in a server
+under load. A ratio is the median over rounds. `best fixed` is the best of plain and of all fixed
+settings. The first round of each is not counted, as in the first answers after a start a controller
+has still to learn what a scheme is worth; `cold` is its ratio to plain.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,72 +48,95 @@ FIXED = {
     "head": ["{head},k={k}", (1, 2, 4)],
 }
 PLAIN = "plain"
+SLICE = 0.2
+"""Seconds that one has before the next one's turn."""
 
 
-def prompts(llm: LLM, task: str, count: int, turn: int) -> list[list[int]]:
+def prompts(llm: LLM, task: str, count: int, round_: int) -> list[list[int]]:
     """So many, going round the category."""
     own = by_category(default_workload())[TASKS[task][0]]
-    picked = [own[(turn * count + i) % len(own)] for i in range(count)]
+    picked = [own[(round_ * count + i) % len(own)] for i in range(count)]
     return [llm.chat_prompt([{"role": "user", "content": c.turns[0]}]) for c in picked]
 
 
-def timed(llm: LLM, sequences: list[Sequence], batch: int) -> float:
+def timed(llm: LLM, sequences: list[Sequence], batch: int) -> Iterator[float]:
     """Tokens a second while ``batch`` answers run: who ends makes room for the next, as under load.
-    It counts from the first token of all that begin until no other waits."""
+    It counts from the first token of all that begin until no other waits.
+
+    Yields:
+        0 at the end of each slice of time, then what it found.
+    """
     engine, waiting = llm.engine, deque(sequences[batch:])
     running = sequences[:batch]
     for sequence in running:
         engine.add(sequence)
     while not all(sequence.num_output for sequence in running):
         llm._step()  # one step of whatever is in flight
-    start, before = time.perf_counter(), sum(sequence.num_output for sequence in running)
-    while True:
+    yield 0.0
+    before, seconds = sum(sequence.num_output for sequence in running), 0.0
+    start, busy = time.perf_counter(), True
+    while busy:
         llm._step()
         ended = [sequence for sequence in running if sequence.finished]
-        if len(ended) > len(waiting):
-            break
-        for sequence in ended:
+        busy = len(ended) <= len(waiting)
+        for sequence in ended if busy else ():
             running.remove(sequence)
             running.append(waiting.popleft())
             engine.add(running[-1])
-    seconds = time.perf_counter() - start
+        if not busy or time.perf_counter() - start > SLICE:
+            seconds += time.perf_counter() - start
+            yield 0.0
+            start = time.perf_counter()
     for sequence in running:
         engine.abort(sequence.request_id)
     engine.drain()
-    return (sum(sequence.num_output for sequence in sequences) - before) / seconds
+    yield (sum(sequence.num_output for sequence in sequences) - before) / seconds
+
+
+def race(runs: dict[str, Iterator[float]]) -> dict[str, float]:
+    """Tokens a second of each, taking turns slice by slice; who begins goes round."""
+    found: dict[str, float] = {}
+    order = deque(runs)
+    while left := [name for name in order if name not in found]:
+        for name in left:
+            if rate := next(runs[name]):
+                found[name] = rate
+        order.rotate()
+    return found
 
 
 def cell(
-    llms: dict[str, LLM], task: str, batch: int, turns: int, tokens: int
+    llms: dict[str, LLM], task: str, batch: int, rounds: int, tokens: int
 ) -> dict[str, list[float]]:
-    """Tokens a second of each arm, turn by turn."""
+    """Tokens a second of each arm, round by round."""
     found: dict[str, list[float]] = {name: [] for name in llms}
     adaptive = llms["adaptive"]
     if adaptive.engine.drafting and adaptive.engine.drafting.controller:
         controller = adaptive.engine.drafting.controller
         adaptive.engine.drafting.use(controller.costs)  # nothing of the other tasks
         adaptive.engine.scheduler.budget = adaptive.engine.drafting.budget
-    for turn in range(turns + 1):
-        asked = prompts(adaptive, task, 2 * batch, turn)
+    for round_ in range(rounds + 1):
+        asked = prompts(adaptive, task, 2 * batch, round_)
         params = [
             SamplingParams(
-                temperature=TASKS[task][1], max_tokens=tokens, seed=97 * turn + i, ignore_eos=True
+                temperature=TASKS[task][1], max_tokens=tokens, seed=97 * round_ + i, ignore_eos=True
             )
             for i in range(2 * batch)
         ]
-        order = list(llms) if turn % 2 == 0 else list(llms)[::-1]
-        for name in order:
-            llm = llms[name]
+        runs: dict[str, Iterator[float]] = {}
+        for name, llm in llms.items():
             sequences = [
                 llm.sequences(ids, own, name != PLAIN)[0]
                 for ids, own in zip(asked, params, strict=True)
             ]
-            found[name].append(timed(llm, sequences, batch))
+            runs[name] = timed(llm, sequences, batch)
+        for name, rate in race(runs).items():
+            found[name].append(rate)
     return found
 
 
 def ratios(found: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians over turns, the first one left out."""
+    """Medians over rounds, the first one left out."""
     rows = list(zip(*found.values(), strict=True))
     names = list(found)
     plain, own = names.index(PLAIN), names.index("adaptive")
@@ -127,7 +151,7 @@ def ratios(found: dict[str, list[float]]) -> dict[str, Any]:
         "best": best,
         "adaptive/best": against[best],
         "cold": rows[0][own] / rows[0][plain],
-        "turns": found,
+        "rounds": found,
     }
 
 
@@ -158,7 +182,7 @@ def main() -> None:
     parser.add_argument("--schemes", nargs="+", choices=list(FIXED))
     parser.add_argument("--batches", nargs="+", type=int, choices=BATCHES, default=list(BATCHES))
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
-    parser.add_argument("--turns", type=int, default=5, help="that count, for each cell")
+    parser.add_argument("--rounds", type=int, default=5, help="that count, for each cell")
     parser.add_argument("--tokens", type=int, default=96, help="of each answer")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", type=Path, help="adds the cells to what the file has already")
@@ -177,7 +201,7 @@ def main() -> None:
         llms = open_arms(scheme, given)
         for task in given.tasks:
             for batch in given.batches:
-                found = ratios(cell(llms, task, batch, given.turns, given.tokens))
+                found = ratios(cell(llms, task, batch, given.rounds, given.tokens))
                 cells[f"{scheme} {task} {batch}"] = found
                 numbers = [f"{found['plain']:.0f}", f"{found['adaptive/plain']:.3f}"]
                 numbers += [found["best"], f"{found['adaptive/best']:.3f}", f"{found['cold']:.3f}"]

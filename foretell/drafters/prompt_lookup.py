@@ -16,7 +16,7 @@ from foretell.config import SpeculationConfig
 from foretell.sequence import Sequence
 from foretell.spec.drafter import Ask, Commit, Drafter, DraftRuntime, Needs
 from foretell.spec.seats import Least
-from foretell.spec.tree import TokenTree, from_lists
+from foretell.spec.tree import TokenTree, from_lists, roots
 
 MAX_HOPS = 64
 """Most suffixes of a text whose last occurrence one new token refreshes."""
@@ -234,6 +234,8 @@ class PromptLookup(Drafter):
             tokens.append(tree[0])
             parents.append(tree[1])
             chances.append(tree[2])
+        if all(len(row) == 1 for row in tokens):
+            return roots(ask.roots)
         return replace(from_lists(tokens, parents), chances=chances)
 
     def forget(self, slots: list[int]) -> None:

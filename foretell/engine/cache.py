@@ -7,7 +7,7 @@ the prefix cache: rejected drafts live in scratch cells past ``num_computed`` an
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 
 from foretell.sequence import Sequence
 
@@ -35,7 +35,8 @@ class PageCache:
         self.page_size = page_size
         self.prefix_caching = prefix_caching
         self.lookahead = lookahead
-        self.free: deque[int] = deque(range(num_pages))
+        self.free = list(range(num_pages))[::-1]
+        """The last is taken first: what was used lately is in caches, and in memory at all."""
         self.idle: OrderedDict[int, None] = OrderedDict()
         self.refs = [0] * num_pages
         self._entries: dict[tuple[int, tuple[int, ...]], int] = {}
@@ -165,7 +166,7 @@ class PageCache:
         self.refs[page] += 1
 
     def _take(self) -> int:
-        page = self.free.popleft() if self.free else self._evict()
+        page = self.free.pop() if self.free else self._evict()
         self._observed.discard(page)
         self.refs[page] = 1
         return page

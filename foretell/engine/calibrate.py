@@ -32,15 +32,15 @@ from foretell.engine.metrics import Metrics
 from foretell.engine.scheduler import Item
 from foretell.models.loader import LoadedModel
 from foretell.sequence import SamplingParams, Sequence
-from foretell.spec.costs import Costs
+from foretell.spec.costs import KNOTS, Costs
 from foretell.spec.seats import Grant, Seat
-from foretell.spec.tree import TokenTree, chains
+from foretell.spec.tree import MAX_NODES, TokenTree, chains
 
 MOST_SECONDS = 3.0
-"""After that no larger batch is tried."""
+"""After that nothing more is tried."""
 _REPEATS = 4
 _PROMPT = 24
-_NODES = (0, 1, 2, 3, 4, 8, 16, 32)
+_NODES = [knot - 1 for knot in KNOTS if knot <= MAX_NODES]
 
 
 class _Quickest(Costs):
@@ -80,6 +80,10 @@ class _Given:
     room: int
     """Positions that a sequence may have."""
 
+    def silent(self, slots: SequenceOf[int]) -> bool:
+        """As `Controller.silent`."""
+        return False
+
     def choose(self, seats: SequenceOf[Seat], rows: int) -> list[Grant]:
         """The same for each sequence, as far as it may."""
         out: list[Grant] = []
@@ -105,11 +109,13 @@ def calibrate(engine: Engine, target: LoadedModel) -> None:
         costs.restore(json.loads(path.read_text()))
         return
     with torch.inference_mode():
-        _measure(engine, drafting, costs)
+        whole = _measure(engine, drafting, costs)
+    costs.restore(costs.state())  # known as well as they will be after the next start
     drafting.use(costs)  # what it learnt of acceptance means nothing
     engine.scheduler.budget = drafting.budget
-    with contextlib.suppress(OSError):
-        _write(path, costs)
+    if whole:
+        with contextlib.suppress(OSError):
+            _write(path, costs)
 
 
 def processor() -> str:
@@ -131,30 +137,30 @@ def _name(engine: Engine, target: LoadedModel) -> str:
     return hashlib.sha256(repr((facts, schemes, engine.rule)).encode()).hexdigest()[:24]
 
 
-def _measure(engine: Engine, drafting: Drafting, costs: Costs) -> None:
+def _measure(engine: Engine, drafting: Drafting, costs: Costs) -> bool:
+    """Returns whether there was time for every size of step."""
     assert drafting.controller
     quickest = _Quickest([True] * len(drafting.drafters))
     given = _Given(Grant(), engine.runtime.max_model_len - 1)
     drafting.controller.costs, engine.scheduler.budget = quickest, given  # type: ignore[assignment]
-    began, slots = time.perf_counter(), engine.config.max_num_seqs
     drafts, stand_in = drafting.propose, partial(_chains, engine.runtime.vocab_size)
+    whole = False
     try:
-        for batch in sorted({1, min(4, slots), min(8, slots)}):
-            if time.perf_counter() - began > MOST_SECONDS / 2:
-                break
-            with _running(engine, drafting, batch):
-                for grant, own in _sizes(drafting) * _REPEATS:
-                    # The target's rows must be there whether a scheme finds anything or not.
-                    drafting.propose = drafts if own else stand_in
-                    given.grant = grant
-                    engine.step()
-                    if time.perf_counter() - began > MOST_SECONDS:
-                        return
+        with _running(engine, drafting):
+            sizes = _sizes(drafting)
+            began, left = time.perf_counter(), [*sizes * _REPEATS]
+            while left and engine.has_work and time.perf_counter() - began < MOST_SECONDS:
+                given.grant, own = left.pop(0)
+                # The target's rows must be there whether a scheme finds anything or not.
+                drafting.propose = drafts if own else stand_in
+                engine.step()
+            whole = len(left) <= len(sizes) * (_REPEATS - 1)
     finally:
         drafting.learning, drafting.propose = True, drafts
         quickest.teach(costs)
         engine.cache.clear()
         engine.metrics = Metrics()
+    return whole
 
 
 def _sizes(drafting: Drafting) -> list[tuple[Grant, bool]]:
@@ -176,24 +182,24 @@ def _chains(vocab_size: int, items: list[Item]) -> TokenTree:
 
 
 @contextlib.contextmanager
-def _running(engine: Engine, drafting: Drafting, batch: int) -> Generator[None]:
-    """So many answers at once, behind their prompts; they are gone afterwards."""
-    rng = random.Random(batch)
+def _running(engine: Engine, drafting: Drafting) -> Generator[None]:
+    """An answer in progress, for which everything has run once; it is gone afterwards."""
+    rng = random.Random(0)
     length = max(1, min(_PROMPT, engine.runtime.max_model_len // 4))
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-    for number in range(batch):
-        words = [rng.randrange(engine.runtime.vocab_size) for _ in range(1 + length // 2)]
-        tokens = (words * 2)[:length]  # repeats itself, so that prompt lookup finds something
-        engine.add(Sequence(f"calibration-{number}", tokens, params, seed=number))
-    drafting.learning = False  # the first steps are those of prompts
-    for _ in range(3):
-        engine.step()
-    drafting.learning = True
+    words = [rng.randrange(engine.runtime.vocab_size) for _ in range(1 + length // 2)]
+    tokens = (words * 2)[:length]  # repeats itself, so that prompt lookup finds something
+    engine.add(Sequence("calibration", tokens, params, seed=0))
+    given, drafting.learning = engine.scheduler.budget, False
     try:
+        # The prompt's step, and the first of each kind: they may compile.
+        for grant in (Grant(), Grant(), *(grant for grant, own in _sizes(drafting) if own)):
+            given.grant = grant  # type: ignore[union-attr]
+            engine.step()
+        drafting.learning = True
         yield
     finally:
-        for number in range(batch):
-            engine.abort(f"calibration-{number}")
+        engine.abort("calibration")
         engine.drain()
 
 

@@ -135,27 +135,43 @@ class Drafting:
     def propose(self, items: list[Item]) -> TokenTree:
         """Trees for all items. A drafter's mistake costs its drafts, never the text."""
         plain = roots([item.sequence.tokens[-1] for item in items])
+        self._asked = []
+        if not any(item.budget or item.instead for item in items):
+            return plain
         self._tell_left()
         self._asked = [[] for _ in items]
-        out, lists = plain, list(plain.lists())
+        lists = list(plain.lists())
         chances: list[list[float]] = [[] for _ in items]
+        probs: Tensor | None = None
+        start = time.perf_counter()
         for m in range(len(self.drafters)):
             grants = [_granted(item, m, len(lists[b][0]) > 1) for b, item in enumerate(items)]
-            if not any(grant.nodes for grant in grants):
+            asked = [b for b, grant in enumerate(grants) if grant.nodes]
+            if not asked:
                 continue
-            first = out is plain
-            if (tree := self._propose(m, items, grants)) is None:
+            ask = Ask(
+                [items[b].sequence for b in asked],
+                [grants[b].nodes for b in asked],
+                sample=self.sampled,
+                depths=[grants[b].depth for b in asked],
+                least=[grants[b].least for b in asked],
+            )
+            start += self._catch_up(m, ask.sequences)
+            if (tree := self._propose(m, ask)) is None:
                 continue
-            out = tree if first else None
-            for b, grant in enumerate(grants):
-                if grant.nodes:
-                    self._asked[b].append(grant)
-                    lists[b] = tree.lists()[b]
-                    chances[b] = tree.chances[b] if tree.chances else []
-        if out is not None:
-            return out
+            if tree.probs is not None:  # then no other scheme drafts
+                probs = tree.probs.new_zeros(len(items), *tree.probs.shape[1:])
+                probs[asked] = tree.probs
+            for place, b in enumerate(asked):
+                self._asked[b].append(grants[b])
+                lists[b] = tree.lists()[place]
+                chances[b] = tree.chances[place] if tree.chances else []
+            start = self._took(m, ask, tree, start)
+        if all(len(tokens) == 1 for tokens, _ in lists):
+            return plain
         out = from_lists([tokens for tokens, _ in lists], [parents for _, parents in lists])
-        return replace(out, chances=chances)
+        probs = None if probs is None else probs[:, : out.tokens.shape[1]]
+        return replace(out, chances=chances, probs=probs)
 
     def first(self, m: int, sequences: list[Sequence], budgets: list[int]) -> Tensor:
         """One token for each sequence, on the device: see `Drafter.first`."""
@@ -184,35 +200,29 @@ class Drafting:
         except Exception as error:
             self._out_of_step(sequences, error)
 
-    def _propose(self, m: int, items: list[Item], grants: list[Grant]) -> TokenTree | None:
-        """One scheme's trees for all items, of only a root where it has no nodes."""
-        asked = [item for item, grant in zip(items, grants, strict=True) if grant.nodes]
-        self._catch_up(m, [item.sequence for item in asked])
-        ask = Ask(
-            [item.sequence for item in items],
-            [grant.nodes for grant in grants],
-            sample=self.sampled,
-            depths=[grant.depth for grant in grants],
-            least=[grant.least for grant in grants],
-        )
-        start = time.perf_counter()
+    def _propose(self, m: int, ask: Ask) -> TokenTree | None:
+        """One scheme's trees, None where it failed."""
         try:
             tree = self.drafters[m].propose(ask)
-            tree.check(self.vocab_size)
             assert [tokens[0] for tokens, _ in tree.lists()] == ask.roots, "node 0 is the root"
-            within = [n <= most for n, most in zip(tree.num_drafted, ask.budgets, strict=True)]
-            assert all(within), "more nodes than the budget"
-            tree = cut(tree, ask.depths)
+            if tree.tokens.shape[1] > 1:
+                tree.check(self.vocab_size)
+                within = [n <= most for n, most in zip(tree.num_drafted, ask.budgets, strict=True)]
+                assert all(within), "more nodes than the budget"
+                tree = cut(tree, ask.depths)
         except Exception as error:
             self.failed("propose", error)
             return None
-        took = time.perf_counter() - start
-        if self.controller and self.learning:
-            nodes = sum(tree.num_drafted)
-            levels = max((max(depths(parents)) for _, parents in tree.lists()), default=0)
-            keys = sum(len(item.sequence.tokens) for item in asked)
-            self.controller.costs.learn_propose(m, max(1, levels), nodes, keys, took)
         return tree
+
+    def _took(self, m: int, ask: Ask, tree: TokenTree, start: float) -> float:
+        """Learns what a draft took, with all that was done for it; the time now."""
+        now = time.perf_counter()
+        if self.controller and self.learning:
+            levels = max((max(depths(parents)) for _, parents in tree.lists()), default=0)
+            nodes, keys = sum(tree.num_drafted), sum(len(s.tokens) for s in ask.sequences)
+            self.controller.costs.learn_propose(m, max(1, levels), nodes, keys, now - start)
+        return now
 
     def learn(
         self,
@@ -314,9 +324,12 @@ class Drafting:
         for drafter in self.drafters if left else ():
             drafter.forget(left)
 
-    def _catch_up(self, m: int, sequences: list[Sequence]) -> None:
+    def _catch_up(self, m: int, sequences: list[Sequence]) -> float:
+        """Shows a scheme what it lacks; the seconds that took."""
+        start = time.perf_counter()
         if (commit := self.watches[m].missing(sequences)) is not None:
             self._show([(m, commit)])
+        return time.perf_counter() - start
 
     def _show(self, shows: list[tuple[int, Commit]]) -> None:
         self._tell_left()

@@ -94,7 +94,7 @@ class Scheduler:
         expected, self._expected = self._expected, None
         if expected is not None and self._holds(expected):
             if self.drafts:
-                self._give_budgets(expected, [self.seat(item.sequence) for item in expected])
+                self._give_budgets(expected)
             return expected
         rows = self.config.max_num_batched_tokens
         # A row for everybody first, so that no prompt can starve an answer in progress.
@@ -116,7 +116,7 @@ class Scheduler:
             items.append(item)
             spare -= item.num_run
         if items and all(item.num_run == 1 and item.reaches_end for item in items):
-            self._give_budgets(items, [self.seat(item.sequence) for item in items])
+            self._give_budgets(items)
         return items
 
     def admit_early(self, items: list[Item]) -> None:
@@ -162,7 +162,11 @@ class Scheduler:
             for item, sequence in zip(expected, self.running, strict=True)
         )
 
-    def _give_budgets(self, items: list[Item], seats: list[Seat]) -> None:
+    def _give_budgets(self, items: list[Item]) -> None:
+        forced = any(item.sequence.grammar for item in items)
+        if not forced and self.budget.silent([item.sequence.slot for item in items]):
+            return
+        seats = [self.seat(item.sequence) for item in items]
         grants = self.budget.choose(seats, self.config.max_num_batched_tokens - len(items))
         for item, seat, grant in zip(items, seats, grants, strict=True):
             # A draft is never worth a preemption: it takes what pages are left.

@@ -18,8 +18,9 @@ from foretell.spec.choice import Choice
 from foretell.spec.costs import Costs
 from foretell.spec.seats import ANYTHING, Grant, Limit, Seat, within
 
-KEPT = 8
-"""Most steps that a choice serves, if it was the same as before and the same sequences run."""
+KEPT, KEPT_SILENT = 8, 32
+"""Most steps that a choice serves, if it was the same as before and the same sequences run; and
+one that nobody is to draft, about which little is learnt meanwhile."""
 PROBES = 0.01
 """Share of the time that may go into drafts of schemes that do not pay, to see whether they would
 now; two thirds for each in vain, down to a third."""
@@ -43,6 +44,10 @@ class FixedBudget:
             nodes = min(nodes, share)
             grants.append(Grant(nodes, min(nodes, depth), 0, min(share, len(seat.forced))))
         return grants
+
+    def silent(self, slots: SequenceOf[int]) -> bool:
+        """As `Controller.silent`."""
+        return False
 
     def share(self, limits: SequenceOf[int], rows: int, prefills: bool) -> list[int]:
         """Divides the rows of one pass that are left for draft tokens.
@@ -84,7 +89,7 @@ class Controller:
         """Tokens a second that the last choice promises."""
         self._least = [ANYTHING] * len(sizes)
         self._kept: tuple[list[int], list[Grant]] = ([], [])
-        self._plain = 0.0
+        self._plain, self._speaks = 0.0, True
         self._age, self._patience, self._turn = 0, 1, 0
 
     def forget(self, slots: SequenceOf[int]) -> None:
@@ -93,6 +98,16 @@ class Controller:
             scheme.forget(slots)
 
     # ---- choosing
+
+    def silent(self, slots: SequenceOf[int]) -> bool:
+        """Would `choose` let none of the sequences in these slots draft? Then that was it, and it
+        need not be called."""
+        if self._speaks or slots != self._kept[0] or self._age >= self._patience:
+            return False
+        if any(probes.free or probes.credit > probes.price for probes in self.probes):
+            return False
+        self._age, self._turn = self._age + 1, self._turn + 1
+        return True
 
     def choose(self, seats: SequenceOf[Seat], rows: int) -> list[Grant]:
         """
@@ -115,7 +130,9 @@ class Controller:
         self.rate, grants, self._least = choice.best(self.mixed)
         self._plain = len(seats) / choice.plain
         settled = slots == before[0] and _alike(grants, before[1])
-        self._patience = min(2 * self._patience, KEPT) if settled else 1 + len(seats) // 8
+        self._speaks = any(grant.most for grant in grants)
+        most = KEPT if self._speaks else KEPT_SILENT
+        self._patience = min(2 * self._patience, most) if settled else 1 + len(seats) // 8
         self._kept, self._age = (slots, grants), 1
         return self._probe(seats, list(grants), rows)
 

@@ -19,6 +19,11 @@ rows have one each, for products come in blocks of rows: the ninth may cost as m
 seven, and plain decoding must not be taken for what it is not."""
 _STEADY = 1 / 48
 """Weight of a new measurement once a term is known."""
+_STEADY_ROWS = 1 / 192
+"""The same for the cost of so many rows: how rows compare hardly changes, and what drafts cost is a
+small difference between two of them. The pace takes what does change."""
+_TRUST = 96
+"""Measurements that a calibration in peace and quiet is worth."""
 _PACE = 1 / 12
 _SLOPE = 0.03
 """What a further row is thought to cost before any was measured, in passes of one."""
@@ -108,7 +113,7 @@ class Costs:
         attention = self.keys(counts)
         seen = self.seen[i] if share < 0.5 else self.seen[i + 1]
         surprise = _surprise(seconds / self.pace, base + attention, seen)
-        rate = max(_STEADY, 1 / (seen + 1))
+        rate = max(_STEADY_ROWS, 1 / (seen + 1))
         self.pace *= math.exp((1 - rate) * _PACE * surprise)
         part = base / (base + attention)
         for at, weight in ((i, 1 - share), (i + 1, share)):
@@ -207,7 +212,7 @@ class Costs:
         observe = [_positive(each, 2) for each in state["observe"]]
         if not len(self.propose) == len(propose) == len(observe) or len(seen) != len(KNOTS):
             raise ValueError("costs of other schemes")
-        self.rows, self.seen = rows, [max(0, min(n, 8)) for n in seen]
+        self.rows, self.seen = rows, [_TRUST if n > 0 else 0 for n in seen]
         groups = [(self.keys, keys), *zip(self.propose, propose, strict=True)]
         for terms, weights in [*groups, *zip(self.observe, observe, strict=True)]:
             terms.weights, terms.seen = weights, 8

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from foretell import drafters
 from foretell.config import SpeculationConfig
+from foretell.engine import calibrate
+from foretell.engine.engine import Engine
+from foretell.spec.budget import FixedBudget
 from foretell.spec.costs import KNOTS
 from foretell.spec.seats import Grant, limit
+from foretell.spec.tree import MAX_NODES
 from tests import heads, tiny
 from tests.engine.test_same_text import PROMPTS, SETTINGS, plain, speculative
 from tests.fakes import Scripted
@@ -34,7 +39,7 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr("foretell.engine.calibrate.home", lambda: tmp_path)
 
 
-class Restless:
+class Restless(FixedBudget):
     """Grants at random: often none, often to another scheme than the step before."""
 
     def __init__(self, seed: int, mixed: bool = True) -> None:
@@ -126,7 +131,7 @@ def test_pages_are_shared_though_the_draft_never_saw_them():
     tiny.check_idle(llm)
 
 
-class Never:
+class Never(FixedBudget):
     def choose(self, seats, rows):
         return [Grant() for _ in seats]
 
@@ -211,6 +216,59 @@ def test_costs_seen_less_than_never_count_as_not_seen(tmp_path):
     (path,) = (tmp_path / "costs").iterdir()
     path.write_text(json.dumps(json.loads(path.read_text()) | {"seen": [-1] * len(KNOTS)}))
     assert tiny.llm(scheme).generate(PROMPTS[:1], tiny.greedy())[0].token_ids
+
+
+def test_a_first_start_that_compiles_measures_all_the_same(tmp_path, monkeypatch):
+    """Kernels compile in the first step: the clock starts behind it."""
+    clock, inner = [0.0], Engine.step
+
+    def slow_at_first(self, *given):
+        clock[0] += 1e-3 if self.metrics.num_steps else 60.0
+        return inner(self, *given)
+
+    monkeypatch.setattr(Engine, "step", slow_at_first)
+    monkeypatch.setattr(calibrate, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    tiny.llm("prompt-lookup:k=4,adaptive=true")
+    (path,) = (tmp_path / "costs").iterdir()
+    sizes = [knot for knot in KNOTS if knot <= MAX_NODES]
+    assert all(json.loads(path.read_text())["seen"][: len(sizes)])
+
+
+def test_costs_that_time_did_not_suffice_for_are_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(calibrate, "MOST_SECONDS", 0.0)
+    llm = tiny.llm("prompt-lookup:k=4,adaptive=true")
+    assert not (tmp_path / "costs").exists()
+    tiny.check_idle(llm)
+
+
+def test_nobody_is_asked_while_nothing_pays():
+    """Neither seats nor drafts are made in the steps that a choice of nothing serves."""
+    llm = tiny.llm("tests.fakes:Hostile,k=4,adaptive=true", max_num_seqs=1)
+    seats, inner = [], llm.engine.scheduler.seat
+    llm.engine.scheduler.seat = lambda sequence: seats.append(1) or inner(sequence)
+    for probes in llm.engine.drafting.controller.probes:
+        probes.free = probes.trials = 0
+        probes.earn = lambda seconds: None
+        probes.price = 1.0
+    want = tiny.ids(tiny.llm().generate(PROMPTS[:1], tiny.greedy(max_tokens=200)))
+    assert tiny.ids(llm.generate(PROMPTS[:1], tiny.greedy(max_tokens=200))) == want
+    assert len(seats) < 60
+    tiny.check_idle(llm)
+
+
+def test_a_scheme_is_asked_only_for_those_that_may_draft():
+    llm = tiny.llm("prompt-lookup:k=4,ngram_min=1,adaptive=true")
+    llm.engine.scheduler.budget = Restless(3)
+    asks, inner = [], llm.engine.drafting.drafters[0].propose
+
+    def propose(ask):
+        asks.append(ask)
+        return inner(ask)
+
+    llm.engine.drafting.drafters[0].propose = propose
+    assert tiny.ids(llm.generate(PROMPTS, tiny.greedy())) == plain("greedy")
+    assert any(len(ask.sequences) < len(PROMPTS) for ask in asks)
+    assert all(all(ask.budgets) for ask in asks)
 
 
 def test_two_schemes_with_kv_are_refused():
