@@ -44,20 +44,27 @@ class CpuAttention:
         rows[:, 1] = layout.base.numpy()
         rows[:, 2] = ends = prefix + np.bitwise_count(ancestors & _ANCESTORS)
         rows[:, 3] = layout.positions.numpy()
-        tiles = _tiles(layout.row_seq.tolist(), self._kernels.TILE)
         self._keys = sum(ends.tolist())
-        part = self._kernels.PART
+        self._row_seq: list[int] = layout.row_seq.tolist()
+        cut = self._cut(ends, self._row_seq)
+        self.num_parts = max(cut[1][:, 2].tolist(), default=1)
+        """Most parts of any row's keys."""
+        self.planned = (rows, ancestors, *cut, table)
+        """What the kernel reads of the layout."""
+
+    def plan_of(self, picked: np.ndarray) -> tuple[np.ndarray, ...]:
+        """The first four of `planned` for some of its rows [O], in ascending order."""
+        rows, ancestors = self.planned[0][picked], self.planned[1][picked]
+        return rows, ancestors, *self._cut(rows[:, 2], [self._row_seq[i] for i in picked.tolist()])
+
+    def _cut(self, ends: np.ndarray, row_seq: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Tiles, and the pieces of work that they are."""
+        tiles, part = _tiles(row_seq, self._kernels.TILE), self._kernels.PART
         pieces: list[tuple[int, int, int]] = []
         for i, (first, end, _) in enumerate(tiles):
             num = max(1, -(-int(ends[first:end].max()) // part))
             pieces.extend((i, j, num) for j in range(num))
-        self.num_parts = max((num for _, _, num in pieces), default=1)
-        """Most parts of any row's keys."""
-        self.planned = (
-            rows, ancestors, np.array(tiles, np.int32).reshape(-1, 3),
-            np.array(pieces, np.int32).reshape(-1, 3), table,
-        )  # fmt: skip
-        """What the kernel reads of the layout."""
+        return np.array(tiles, np.int32).reshape(-1, 3), np.array(pieces, np.int32).reshape(-1, 3)
 
     def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         """Stores k, v [R, Hkv, D] in the rows' cells; a row whose cell is negative stores none."""

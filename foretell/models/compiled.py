@@ -189,8 +189,8 @@ def run(
     outputs: Any,  # [O], rows whose logits are wanted
     logits: Any,  # [O, V padded]
     x: Any,  # [R, H], the residual stream
-    hidden: Any,  # [R, H], after the final norm
-    tapped: Any,  # [R, taps * H]
+    hidden: Any,  # [R, H] after the final norm, [O, H] if narrow
+    tapped: Any,  # [R, taps * H]; the last layer's are [O, H] if narrow
     taps: Any,  # [layers]: place in tapped, or -1
     table: Any,  # [layers + 1, LAYER]: addresses; the last has the final norm only
     caches: Any,  # [layers, 2]: addresses
@@ -206,6 +206,11 @@ def run(
     tiles: Any,  # [tiles, 3]
     pieces: Any,  # [pieces, 3]
     pages: Any,  # [B, P]
+    narrow: Any,  # whether only `outputs` go on behind the last layer's keys and values
+    out_places: Any,  # the same four for these rows alone
+    out_ancestors: Any,
+    out_tiles: Any,
+    out_pieces: Any,
     fitted: Any,  # address of R fitted rows
     stride: Any,  # bytes of one
     wide: Any,  # address of R rows of the widest product
@@ -266,6 +271,17 @@ def run(
         now = _met(sync, shares, share, spent, 3, now)
 
         qkv = carray(float_at(wide), (rows, qkv_width))
+        if narrow and layer + 1 == layers:
+            if share == 0:
+                for i in range(outputs.shape[0]):  # ascending: none is written over before
+                    for d in range(width):
+                        x[i, d] = x[outputs[i], d]
+                    for d in range(heads * dim):
+                        qkv[i, d] = qkv[outputs[i], d]
+            meet(sync, shares)
+            rows = outputs.shape[0]
+            x, piece = x[:rows], max(1, rows // (8 * shares))
+            places, ancestors, tiles, pieces = out_places, out_ancestors, out_tiles, out_pieces
         q = as_strided(qkv, (rows, heads, dim), (4 * qkv_width, 4 * dim, 4))
         out = carray(float_at(seen), (rows, heads, dim))
         counter += LINE
@@ -321,7 +337,7 @@ def run(
             meet(sync, shares)
 
     for i in range(share, outputs.shape[0], shares):
-        row = hidden.ctypes.data + 4 * outputs[i] * width
+        row = hidden.ctypes.data + 4 * (i if narrow else outputs[i]) * width
         fit_row(formats[3], row, 0, width, fitted + i * stride, ends[7])
     meet(sync, shares)
     counter += LINE

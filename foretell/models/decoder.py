@@ -80,7 +80,10 @@ class Decoder:
         """
         self.rope.cover(layout.positions)
         if self.whole_pass and len(tokens) and can_run(attention, kv):
-            logits, hidden, features = self.whole_pass(tokens, attention, layout, kv, outputs, taps)
+            logits, hidden, features = self.whole_pass(
+                tokens, attention, layout, kv, outputs, taps,
+                narrow=-1 not in taps and len(self.layers) - 1 not in taps,
+            )  # fmt: skip
             width = hidden.shape[1]
             for i, tap in enumerate(taps):
                 if tap == -1:

@@ -110,7 +110,7 @@ class Head:
         Args:
             tokens: [R] the tokens after the features' positions.
             features: [R, H] float32.
-            outputs: [O] rows whose logits and features are wanted.
+            outputs: [O] rows whose logits and features are wanted, ascending.
             kv: for each layer the caches [num_pages, Hkv, page_size, D] of keys and values.
 
         Returns:
@@ -121,9 +121,9 @@ class Head:
         if self.whole_pass and len(tokens) and can_run(attention, kv):
             taps = () if self.recycle_normed else (len(self.layers) - 1,)
             logits, hidden, tapped = self.whole_pass(
-                tokens, attention, layout, kv, outputs, taps, features.contiguous()
+                tokens, attention, layout, kv, outputs, taps, features.contiguous(), narrow=True
             )
-            return logits, (hidden if self.recycle_normed else tapped)[rows]
+            return logits, (hidden if self.recycle_normed else tapped)[: len(rows)]
 
         def steps() -> Steps[tuple[Tensor, Tensor]]:
             embedded = yield from total(self.embedding(tokens), self.ranks)

@@ -104,12 +104,21 @@ class WholePass:
         outputs: Tensor,
         taps: tuple[int, ...],
         features: Tensor | None = None,
+        *,
+        narrow: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens [R] int32, outputs [O] int32 and a head's features [R, H] -> logits [O, V], hidden
         states after the final norm [R, H] and tapped ones [R, taps * H]; a tap of -1 is left to
-        the caller."""
+        the caller.
+
+        Args:
+            narrow: behind the last layer's keys and values only ``outputs``, which are ascending,
+                are wanted: hidden states and taps of that layer are theirs, [O, H].
+        """
         rows, width = len(tokens), self._config.hidden_size
-        hidden, tapped = torch.empty(rows, width), torch.empty(rows, len(taps) * width)
+        narrow = narrow and len(outputs) < rows
+        hidden = torch.empty(len(outputs) if narrow else rows, width)
+        tapped = torch.empty(rows, len(taps) * width)
         logits = torch.empty(len(outputs), self._logits)
         places, caches, sizes = self._fixed(taps, kv, layout.page_size)
         room, (x, fitted, wide, seen) = self._buffers(rows)
@@ -126,7 +135,9 @@ class WholePass:
             logits.numpy(), x, hidden.numpy(), tapped.numpy(), places, self._table, caches,
             sizes, self._eps, self._scale,
             rope.cos.numpy(), rope.sin.numpy(), layout.positions.numpy(), layout.cells.numpy(),
-            *attention.planned, fitted, self._stride, wide, seen, parts, done, sync.ctypes.data,
+            *attention.planned, narrow,
+            *(attention.plan_of(outputs.numpy()) if narrow else attention.planned[:4]),
+            fitted, self._stride, wide, seen, parts, done, sync.ctypes.data,
             self.spent,
         )  # fmt: skip
         together(self._compiled.run, arguments, num_threads(), sync, room, self, kv)

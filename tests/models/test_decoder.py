@@ -119,6 +119,26 @@ def test_the_compiled_pass_does_what_forward_says(kind, weights, tmp_path, monke
             assert error(a.float(), b.float()) < limit
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("weights", ["int8", "f32"])
+def test_rows_that_only_fill_the_cache_end_at_the_last_layer(
+    weights, threads, tmp_path, monkeypatch
+):
+    """Where few rows' outputs are wanted the others leave the same keys and values, and theirs are
+    the same bits."""
+    loaded = load(str(save(make("smollm2"), tmp_path)), weights, progress=False)
+    with every_thread(monkeypatch, threads):
+        whole, narrow = Cache(loaded, CpuAttention()), Cache(loaded, CpuAttention())
+        for start, parents, picked in ((0, None, [29]), (0, None, []), (30, PARENTS, [0, 3, 4, 7])):
+            tokens = TOKENS[:30] if parents is None else TOKENS[30:38]
+            logits, features = whole.run(tokens, start, parents, taps=(0, -1))
+            few, first = narrow.run(tokens, start, parents, taps=(0,), outputs=picked)
+            assert torch.equal(few, logits[picked])
+            assert torch.equal(first, features[:, : first.shape[1]])
+    for ours, theirs in zip(whole.kv, narrow.kv, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 @pytest.mark.parametrize("weights", ["int8", "bf16", "int4"])
 def test_threads_change_no_bits_of_a_pass(weights, tmp_path, monkeypatch):
     loaded = load(str(save(make("smollm2"), tmp_path)), weights, progress=False)

@@ -164,12 +164,14 @@ class Cache:
         start: int,
         parents: list[int] | None = None,
         taps: tuple[int, ...] = (),
+        outputs: list[int] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits [R, V] of tokens from position ``start`` on: a causal run, or a tree whose node 0
-        is the root at ``start``; and the tapped features."""
+        """Logits [O, V] of tokens from position ``start`` on, of all unless ``outputs`` says which:
+        a causal run, or a tree whose node 0 is the root at ``start``; and the tapped features."""
         layout = self._plan(len(tokens), start, parents)
+        rows = _int32(range(len(tokens)) if outputs is None else outputs)
         return self.loaded.model.run(
-            _int32(tokens), self.attention, layout, self.kv, _int32(range(len(tokens))), taps=taps
+            _int32(tokens), self.attention, layout, self.kv, rows, taps=taps
         )
 
     def run_head(self, head: Head, tokens: list[int], features: Tensor) -> tuple[Tensor, Tensor]:
