@@ -53,6 +53,11 @@ class _Quickest(Costs):
     def learn_target(self, rows: int, keys: int, more_keys: int, seconds: float) -> None:
         self._keep(("target", rows), seconds, (rows, keys, more_keys))
 
+    def learn_beside(
+        self, scheme: int, rows: int, keys: int, more_keys: int, seconds: float
+    ) -> None:
+        self._keep(("beside", scheme, rows), seconds, (scheme, rows, keys, more_keys))
+
     def learn_propose(
         self, scheme: int, levels: int, nodes: int, keys: int, seconds: float
     ) -> None:
@@ -66,10 +71,12 @@ class _Quickest(Costs):
             self.best[what] = (seconds, counts)
 
     def teach(self, costs: Costs) -> None:
-        """Lets others learn what was kept."""
-        for _ in range(_REPEATS):
-            for (kind, *_), (seconds, counts) in sorted(self.best.items(), key=lambda b: str(b[0])):
-                getattr(costs, f"learn_{kind}")(*counts, seconds)
+        """Lets others learn what was kept, first what steps cost without drafts."""
+        best = sorted(self.best.items(), key=lambda b: str(b[0]))
+        for kind in [*("observe", "propose", "target") * _REPEATS, "beside"]:
+            for what, (seconds, counts) in best:
+                if what[0] == kind:
+                    getattr(costs, f"learn_{kind}")(*counts, seconds)
 
 
 @dataclass

@@ -81,11 +81,16 @@ class Costs:
         target does (`reach`)."""
         self.observe = [Terms([1e-3, 2e-4] if net else [2e-5, 5e-6]) for net in with_model]
         """Catching up: for itself, and each token."""
-        self.beside = [0.0] * len(self.observe)
-        """What a step takes more while a scheme drafts, in nobody else's count: a network's weights
-        push the target's out of caches, and what the host does waits for them."""
+        self._beside = [0.0] * len(self.observe)
+        self._seen_beside = [0] * len(self.observe)
 
     # ---- the target
+
+    @property
+    def beside(self) -> list[float]:
+        """[M] What a step takes more while a scheme drafts, in nobody else's count: a network's
+        weights push the target's out of caches, and what the host does waits for them."""
+        return [max(0.0, seconds) for seconds in self._beside]
 
     def base(self, rows: float) -> float:
         """Seconds of a step without context at the machine's usual pace."""
@@ -133,8 +138,11 @@ class Costs:
         """As `learn_target`, for a step in which a network drafts or has just done so: such steps
         do not show what plain ones cost."""
         expected = self.base(rows) + self.keys((keys, more_keys))
-        more = min(max(seconds / self.pace - expected, 0.0), expected)
-        self.beside[scheme] += (more - self.beside[scheme]) / 16
+        # Both ways alike, or a noisy machine would seem to be a dear scheme.
+        more = min(max(seconds / self.pace - expected, -0.5 * expected), 0.5 * expected)
+        rate = max(_STEADY_ROWS, 1 / (self._seen_beside[scheme] + 1))
+        self._beside[scheme] += rate * (more - self._beside[scheme])
+        self._seen_beside[scheme] += 1
 
     def _ascend(self, fixed: int) -> None:
         """More rows never cost less: what was measured last is believed."""
@@ -198,6 +206,7 @@ class Costs:
             "keys": [weight * self.pace for weight in self.keys.weights],
             "propose": [[w * self.pace for w in terms.weights] for terms in self.propose],
             "observe": [[w * self.pace for w in terms.weights] for terms in self.observe],
+            "beside": [seconds * self.pace for seconds in self.beside],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -210,9 +219,12 @@ class Costs:
         keys = _positive(state["keys"], 2)
         propose = [_positive(each, 3) for each in state["propose"]]
         observe = [_positive(each, 2) for each in state["observe"]]
+        beside = _positive([1 + second for second in state["beside"]], len(self.observe))
         if not len(self.propose) == len(propose) == len(observe) or len(seen) != len(KNOTS):
             raise ValueError("costs of other schemes")
         self.rows, self.seen = rows, [_TRUST if n > 0 else 0 for n in seen]
+        self._beside = [second - 1 for second in beside]
+        self._seen_beside = [_TRUST] * len(beside)
         groups = [(self.keys, keys), *zip(self.propose, propose, strict=True)]
         for terms, weights in [*groups, *zip(self.observe, observe, strict=True)]:
             terms.weights, terms.seen = weights, 8
