@@ -71,12 +71,19 @@ class _Quickest(Costs):
             self.best[what] = (seconds, counts)
 
     def teach(self, costs: Costs) -> None:
-        """Lets others learn what was kept, first what steps cost without drafts."""
-        best = sorted(self.best.items(), key=lambda b: str(b[0]))
-        for kind in [*("observe", "propose", "target") * _REPEATS, "beside"]:
-            for what, (seconds, counts) in best:
-                if what[0] == kind:
+        """Lets others learn what was kept."""
+        beside: dict[int, list[tuple[float, int, int, int, float]]] = {}
+        for _ in range(_REPEATS):
+            for (kind, *_), (seconds, counts) in sorted(self.best.items(), key=lambda b: str(b[0])):
+                if kind != "beside":
                     getattr(costs, f"learn_{kind}")(*counts, seconds)
+        for (kind, *_), (seconds, counts) in self.best.items():
+            if kind == "beside":
+                scheme, rows, keys, more_keys = counts
+                more = seconds / costs.pace - costs.base(rows) - costs.keys((keys, more_keys))
+                beside.setdefault(scheme, []).append((more, rows, keys, more_keys, seconds))
+        for scheme, measured in beside.items():  # much the same for all, and noise only adds to it
+            costs.learn_beside(scheme, *min(measured)[1:])
 
 
 @dataclass

@@ -200,7 +200,7 @@ class Controller:
     def _price(self, grant: Grant, seat: Seat, rows: int) -> float:
         """Seconds that one more draft takes."""
         costs, m = self.costs, grant.scheme
-        counts = (1, grant.depth * costs.reach(seat.keys), grant.nodes)
+        counts = (1, (grant.depth - 1) * costs.reach(seat.keys), grant.nodes)
         drafting = costs.propose[m](counts) + costs.observe[m]((1, seat.behind[m]))
         drafting += costs.beside[m]
         if self.schemes[m].candid:  # its nodes are worth their rows, or left out

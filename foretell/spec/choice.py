@@ -164,7 +164,8 @@ class Choice:
             if rung.depth > levels[m]:  # all go level by level together
                 if not levels[m]:
                     drafting += call + observe[m][0] + costs.beside[m]
-                drafting += level * self.reach * (rung.depth - levels[m]) * rung.rows / rung.nodes
+                more = rung.depth - max(levels[m], 1)
+                drafting += level * self.reach * more * rung.rows / rung.nodes
                 levels[m] = rung.depth
             if not r:
                 drafting += observe[m][1] * _late(seat.behind[m])
@@ -192,8 +193,9 @@ class Choice:
                 net = -rate * ((call + once) / batch + late * _late(seat.behind[m]))
                 for rung in of_all[b]:
                     net += rung.tokens - rate * ((row + node) * rung.rows)
-                    if net - rate * level * self.reach * rung.depth / batch > best:
-                        best, chosen = net - rate * level * self.reach * rung.depth / batch, m
+                    deep = rate * level * self.reach * (rung.depth - 1) / batch
+                    if net - deep > best:
+                        best, chosen = net - deep, m
             out.append(chosen)
         return out
 

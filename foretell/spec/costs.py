@@ -75,9 +75,10 @@ class Costs:
         self.pace = 1.0
         """How much slower the machine is now than when the rest was learnt."""
         self.propose = [
-            Terms([3e-5, 1e-3, 1e-5] if net else [3e-5, 1e-6, 1e-6]) for net in with_model
+            Terms([5e-4, 1e-3, 1e-5] if net else [3e-5, 1e-6, 1e-6]) for net in with_model
         ]
-        """A draft: for itself, each level, each node. A level grows with context as a pass of the
+        """A draft: for itself, each level behind the first, which what was observed last gives
+        already, and each node. A level grows with context as a pass of the
         target does (`reach`)."""
         self.observe = [Terms([1e-3, 2e-4] if net else [2e-5, 5e-6]) for net in with_model]
         """Catching up: for itself, and each token."""
@@ -189,7 +190,7 @@ class Costs:
             keys: sum over its sequences of the tokens they have.
         """
         if seconds > 0:
-            counts = (1, levels * self.reach(keys), nodes)
+            counts = (1, max(0, levels - 1) * self.reach(keys), nodes)
             self.propose[scheme].learn(counts, seconds / self.pace)
 
     def learn_observe(self, scheme: int, tokens: int, seconds: float) -> None:

@@ -350,7 +350,7 @@ def test_a_scheme_that_knows_its_chances_is_tried_at_the_price_of_its_draft():
     policy.schemes[0].learn_claims([(0.5, True)])
     known = policy._price(grant, seat, 1)
     assert known == pytest.approx(
-        policy.costs.propose[0]((1, 4 * policy.costs.reach(200), 4))
+        policy.costs.propose[0]((1, 3 * policy.costs.reach(200), 4))
         + policy.costs.observe[0]((1, 0))
     )
     assert known < 0.5 * blind
