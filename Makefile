@@ -8,7 +8,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c '$(NEW_ENOUGH)' 2>/dev/null && { echo $$p; break; }; done)
 BIN := .venv/bin
 TESTS ?= not slow and not gpu
-# As many as there are cores, at a gigabyte each. They begin with equal shares, and then take from others.
+# One a core, at about a gigabyte; who has no tests left takes of another's.
 WORKERS ?= -n auto --maxprocesses 8 --dist worksteal
 
 .PHONY: demo test slow check format clean

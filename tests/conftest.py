@@ -6,6 +6,7 @@ import re
 import secrets
 import signal
 import zlib
+from collections.abc import Iterator
 from tempfile import gettempdir
 
 import numpy as np
@@ -36,6 +37,15 @@ def seeded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     np.random.seed(seed)
     torch.manual_seed(seed)
     monkeypatch.setattr(secrets, "randbits", random.Random(seed).getrandbits)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_costs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What drafts cost is measured anew: what former runs left on the machine does not count."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("foretell.engine.calibrate.home", lambda: home)
+        yield
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
