@@ -8,6 +8,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c '$(NEW_ENOUGH)' 2>/dev/null && { echo $$p; break; }; done)
 BIN := .venv/bin
 TESTS ?= not slow and not gpu
+# One a core, at about a gigabyte; who has no tests left takes of another's.
+WORKERS ?= -n auto --maxprocesses 8 --dist worksteal
 
 .PHONY: demo test slow check format clean
 
@@ -16,7 +18,7 @@ demo: .venv/.installed
 	$(BIN)/foretell demo
 
 test: .venv/.installed-dev
-	$(BIN)/python -m pytest -m "$(TESTS)"
+	$(BIN)/python -m pytest -m "$(TESTS)" $(WORKERS)
 
 slow: .venv/.installed-dev
 	$(BIN)/python -m pytest -m slow

@@ -364,7 +364,7 @@ def stream_repeats(patch):
 
 
 TREE = "draft-model:weights=int4,depth=3,topk=3,nodes=10"
-TEXT = {"limit": 2, "max_tokens": 16, "samples": 100}
+TEXT = {"limit": 1, "max_tokens": 12, "samples": 100}
 LAW = {"limit": 1, "max_tokens": 8, "samples": 400}
 CORE = [
     (off_by_one, DRAFT, TEXT, {"same text", "same bits", "KV audit", "acceptance 1.0"}),

@@ -37,18 +37,22 @@ def test_A1_eos_inside_an_accepted_block(scheme, k, temperature):
     """Every token of the baseline is declared an end in turn, so that ends fall on each place."""
     settings = tiny.sampled(temperature=temperature)
     answers = baseline(settings)
-    engine = tiny.llm(scheme.format(k=k))
+    engine = tiny.llm(scheme.format(k=k), max_num_seqs=64, kv_memory="32MiB")
     places = range(2 * (k + 1) + 1)
+    prompts, cases, expected = [], [], []
     for prompt, answer in zip(PROMPTS, answers, strict=True):
-        cases = [
-            rigs.params(settings, max_tokens=2 * k + 6, ignore_eos=True, stop_token_ids=ends)
-            for p in places
-            for ends in ([answer[p]], [answer[p], answer[p + 2], 3])  # several at once, too
-        ]
-        for case, result in zip(cases, engine.generate([prompt] * len(cases), cases), strict=True):
-            expected = cut(answer, list(case.stop_token_ids), 2 * k + 6)
-            assert (result.token_ids, result.finish_reason) == expected
-            rigs.check_counts(result)
+        for p in places:
+            for ends in ([answer[p]], [answer[p], answer[p + 2], 3]):  # several at once, too
+                prompts.append(prompt)
+                cases.append(
+                    rigs.params(
+                        settings, max_tokens=2 * k + 6, ignore_eos=True, stop_token_ids=ends
+                    )
+                )
+                expected.append(cut(answer, ends, 2 * k + 6))
+    for result, end in zip(engine.generate(prompts, cases), expected, strict=True):
+        assert (result.token_ids, result.finish_reason) == end
+        rigs.check_counts(result)
     if temperature:  # greedy text of a tiny model repeats itself: few of its tokens are new
         answer = answers[0]
         new = {p % (k + 1) for p in places if answer[p] not in answer[:p]}

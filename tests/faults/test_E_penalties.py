@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -90,7 +92,8 @@ def test_E2_every_token_obeys_every_processor(scheme, rule):
             (rigs.params(base, allowed_token_ids=[4, 37, 50]), {4, 37, 50}),
         ]
     rigs.script(PROMPTS, plain(usual[0]))  # drafts that know nothing of the ban
-    engine = tiny.llm(f"{scheme.format(k=6)},verification={rule}", kv_memory="32MiB")
+    options = {"max_num_seqs": len(cases) * len(PROMPTS), "kv_memory": "32MiB"}
+    engine = tiny.llm(f"{scheme.format(k=6)},verification={rule}", **options)
     answers = tiny.ids(
         engine.generate(
             [prompt for _ in cases for prompt in PROMPTS],
@@ -126,13 +129,15 @@ def test_E3_a_model_that_always_wants_to_end_ends_after_exactly_min_tokens(schem
     base = SamplingParams(temperature=temperature, logit_bias={tiny.EOS: 100.0}, seed=3)
     free = plain(rigs.params(base, bad_token_ids=[tiny.EOS], max_tokens=40))
     rigs.script(PROMPTS, [[*answer] for answer in free], (tiny.EOS,))
-    engine = tiny.llm(scheme.format(k=k))
-    for prompt, answer in zip(PROMPTS, free, strict=True):
-        cases = [rigs.params(base, min_tokens=m) for m in range(3 * k + 1)]
-        for m, result in enumerate(engine.generate([prompt] * len(cases), cases)):
-            assert result.token_ids == [*answer[:m], tiny.EOS]
-            assert result.finish_reason == FinishReason.STOP
-            rigs.check_counts(result)
+    cases = list(itertools.product(zip(PROMPTS, free, strict=True), range(3 * k + 1)))
+    engine = tiny.llm(scheme.format(k=k), max_num_seqs=len(cases))
+    results = engine.generate(
+        [prompt for (prompt, _), _ in cases], [rigs.params(base, min_tokens=m) for _, m in cases]
+    )
+    for ((_, answer), m), result in zip(cases, results, strict=True):
+        assert result.token_ids == [*answer[:m], tiny.EOS]
+        assert result.finish_reason == FinishReason.STOP
+        rigs.check_counts(result)
 
 
 @pytest.mark.parametrize("scheme", [rigs.SELF[0], rigs.MIXED])

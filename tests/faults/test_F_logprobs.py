@@ -65,7 +65,7 @@ def test_F2_off_none_one_or_all_alternatives_in_one_batch(scheme):
             if count is None:
                 assert answer.logprobs is None
                 continue
-            assert len(answer.logprobs) == len(answer.token_ids) == 40
+            assert len(answer.logprobs) == len(answer.token_ids) == 24
             for token, entry in zip(answer.token_ids, answer.logprobs, strict=True):
                 assert entry.token_id == token
                 assert len(entry.top) == count
@@ -173,4 +173,4 @@ def test_F4_stop_strings_without_a_tokenizer_are_refused():
     with pytest.raises(ValueError, match="stop"):
         engine.generate([rigs.COPY], tiny.greedy(stop=["x"]))
     assert not engine.engine.has_work
-    assert len(engine.generate([rigs.COPY], tiny.greedy())[0].token_ids) == 40
+    assert len(engine.generate([rigs.COPY], tiny.greedy())[0].token_ids) == 24

@@ -18,7 +18,7 @@ SHORT = {"max_model_len": 64, "kv_memory": "128KiB"}
 
 def know(monkeypatch, prompts, params) -> list[list[int]]:
     """Plain answers, which scripted drafters are told too."""
-    plain = tiny.ids(tiny.llm(max_num_seqs=1, prefix_caching=False).generate(prompts, params))
+    plain = tiny.plain(prompts, params)
     answers = {tuple(p): a for p, a in zip(prompts, plain, strict=True)}
     monkeypatch.setattr(Scripted, "answers", answers)
     return plain
@@ -263,7 +263,7 @@ def test_J6_preempted_with_drafts_in_flight(scheme, monkeypatch):
 )
 def test_J7_a_prefix_hit_costs_no_acceptance(scheme):
     shared = tiny.prompts(1, seed=2, longest=40)[0] * 10
-    prompts = [shared[:128] + tail for tail in tiny.prompts(20, seed=3, longest=12)]
+    prompts = [shared[:128] + tail for tail in tiny.prompts(10, seed=3, longest=12)]
     alone = {"max_num_seqs": 1}  # nobody else's prompt then keeps drafts away
     cold = tiny.llm(scheme, prefix_caching=False, **alone).generate(prompts, tiny.greedy())
     warm_llm = tiny.llm(scheme, **alone)

@@ -24,9 +24,7 @@ PROMPTS = tiny.prompts(7)
 
 @pytest.fixture
 def answers(monkeypatch) -> list[list[int]]:
-    plain = tiny.ids(
-        tiny.llm(max_num_seqs=1, prefix_caching=False).generate(PROMPTS, tiny.greedy())
-    )
+    plain = tiny.plain(PROMPTS, tiny.greedy())
     known = {tuple(p): a for p, a in zip(PROMPTS, plain, strict=True)}
     monkeypatch.setattr(Scripted, "answers", known)
     return plain
@@ -146,7 +144,7 @@ def test_K3_positions_are_places_in_the_text(answers):
             pass
         assert [s.output for s in sequences] == answers
     assert not llm.engine.metrics.drafter_errors, llm.engine.metrics.last_drafter_error
-    assert min(checked.values()) > 500
+    assert min(checked.values()) > 300
     assert llm.engine.scheduler.num_preemptions > 0
 
 
@@ -232,7 +230,7 @@ def traffic(llm: LLM, count: int, seed: int) -> None:
 
 def probe(llm: LLM, prompt: list[int]) -> list[tuple[int, int, int]]:
     """(length, drafted, accepted) after each step."""
-    (sequence,) = start(llm, [prompt], tiny.greedy())
+    (sequence,) = start(llm, [prompt], tiny.greedy(max_tokens=40))
     return [
         (len(sequence.tokens), sequence.stats.drafted, sequence.stats.accepted)
         for _ in steps(llm, [sequence])

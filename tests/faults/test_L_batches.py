@@ -23,7 +23,7 @@ PROMPTS = [(p * 9)[: 1 + 7 * i] for i, p in enumerate(tiny.prompts(16, seed=21))
 def test_L1_right_alone_and_in_any_batch(scheme, settings, monkeypatch):
     """Staggered arrivals, unlike lengths, some without drafts; Mixed begins each slot elsewhere."""
     params = tiny.greedy() if settings == "greedy" else tiny.sampled()
-    plain = tiny.ids(tiny.llm(max_num_seqs=1).generate(PROMPTS, params))
+    plain = tiny.plain(PROMPTS, params)
     answers = {tuple(p): a for p, a in zip(PROMPTS, plain, strict=True)}
     monkeypatch.setattr(Scripted, "answers", answers)
     alone = tiny.llm(scheme, max_num_seqs=1)

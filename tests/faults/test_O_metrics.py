@@ -17,7 +17,7 @@ COUNTERS = ("num_steps", "num_rows", "drafted", "accepted", "emitted", "num_fini
 
 @pytest.fixture
 def plain(monkeypatch) -> list[list[int]]:
-    found = tiny.ids(tiny.llm(max_num_seqs=1).generate(PROMPTS, PARAMS))
+    found = tiny.plain(PROMPTS, PARAMS)
     answers = {tuple(p): a for p, a in zip(PROMPTS, found, strict=True)}
     monkeypatch.setattr(Scripted, "answers", answers)
     return found

@@ -221,7 +221,7 @@ def child(script: str = "") -> subprocess.Popen[str]:
 
 def test_kill_in_the_middle_then_a_new_pull_sweeps_and_succeeds(home, wheel):
     killed = child("cp $INTO/../../../../wheels/*.whl $INTO/half.whl; exec sleep 60")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 200
     while not list(home.glob(".pull-*/wheel/half.whl")):
         assert time.monotonic() < deadline, killed.communicate()
         time.sleep(0.02)
@@ -236,7 +236,7 @@ def test_kill_in_the_middle_then_a_new_pull_sweeps_and_succeeds(home, wheel):
 def test_concurrent_pulls_fetch_once(home, wheel, tmp_path):
     script = f"echo x >> {tmp_path}/count; sleep 0.5; cp {wheel} $INTO/"
     children = [child(script) for _ in range(3)]
-    outputs = [each.communicate(timeout=60) for each in children]
+    outputs = [each.communicate(timeout=500) for each in children]
     assert [each.returncode for each in children] == [0, 0, 0], outputs
     assert (tmp_path / "count").read_text() == "x\n"
     assert (home / "tiny.gguf").read_bytes() == CONTENT

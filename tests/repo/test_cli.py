@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -464,7 +463,8 @@ def test_ctrl_c_outside_an_answer_is_no_traceback(model, tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     )
-    time.sleep(2)  # it is reading its prompt by then
+    child.stdin.write("word " * 40_000)  # more than a pipe holds: it is reading its prompt
+    child.stdin.flush()
     child.send_signal(signal.SIGINT)
     child.stdin.close()
     assert child.wait() == 130

@@ -61,7 +61,7 @@ class ThreadRanks:
 
 def on_threads(world: int, work: Callable[[ThreadRanks], Any]) -> list[Any]:
     """What ``work`` gives on each rank; the first error of any."""
-    parts, barrier, found = [None] * world, threading.Barrier(world, timeout=60), [None] * world
+    parts, barrier, found = [None] * world, threading.Barrier(world, timeout=500), [None] * world
     errors: list[Exception] = []
 
     def run(rank: int) -> None:

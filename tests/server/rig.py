@@ -91,7 +91,7 @@ class Server:
 
     def wait_idle(self) -> None:
         """Until nothing runs; then every page is free."""
-        for _ in range(500):
+        for _ in range(12_000):
             if not self.llm.engine.has_work:
                 break
             time.sleep(0.01)
@@ -121,5 +121,5 @@ def running(speculation: str | None = LOOKUP, engine: LLM | None = None, **confi
         finally:
             made.http.close()
             server.should_exit = True
-            thread.join(60)
+            thread.join(120)
             assert not thread.is_alive()

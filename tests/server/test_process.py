@@ -70,7 +70,7 @@ def test_an_address_that_is_taken_is_one_line(served):
     port = url.rpartition(":")[2]
     path = str(rig.model().path)
     command = [sys.executable, "-m", "foretell", "serve", f"--model={path}", *FLAGS[:-1]]
-    done = subprocess.run([*command, f"--port={port}"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, f"--port={port}"], capture_output=True, text=True, timeout=500)
     assert done.returncode == 2
     assert re.search(rf"foretell: cannot listen on 127.0.0.1:{port} .*--port", done.stderr)
     assert "Traceback" not in done.stderr
