@@ -44,6 +44,8 @@ _LOOK = 0.1
 """Seconds between looks at the others while a pass runs."""
 _GRACE = 5.0
 """Seconds that a rank gets to end by itself."""
+_NEWS = 5.0
+"""Seconds in which it becomes known why a connection broke."""
 T = TypeVar("T")
 
 
@@ -145,7 +147,7 @@ class Leader:
         try:
             return meet()
         except RuntimeError as error:
-            self.fail(self._blame(error, self.group.timeout + _GRACE))
+            self.fail(self._blame(error, self.group.timeout + _NEWS))
 
     def lost(self) -> str | None:
         """Which rank has ended or is silent, None if none."""
@@ -203,7 +205,7 @@ class Leader:
             self.fail(self._blame(self.broken))
         return work.value()
 
-    def _blame(self, error: BaseException, patience: float = _GRACE) -> str:
+    def _blame(self, error: BaseException, patience: float = _NEWS) -> str:
         """A broken connection comes before the news of who has ended."""
         until = time.monotonic() + patience
         while isinstance(error, RuntimeError | OSError) and time.monotonic() < until:
