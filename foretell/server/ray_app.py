@@ -191,6 +191,8 @@ class Router:
                 while len(sent) < 2:  # the status goes out with the first of the text
                     sent += await anext(answer)
             except (StopAsyncIteration, *_LOST):
+                if again and await _ending():
+                    break
                 continue
             except BaseException:
                 answer.cancel()
@@ -252,6 +254,16 @@ class _PassedOn(Response):
                 await send({"type": "http.response.body", "body": text, "more_body": False})
         finally:
             self.answer.cancel()
+
+
+async def _ending() -> bool:
+    """Is the application taken down? Then no other replica will come."""
+    try:
+        apps = (await asyncio.to_thread(serve.status)).applications
+    except _LOST:
+        return False
+    name = serve.get_replica_context().app_name
+    return name not in apps or apps[name].status == "DELETING"
 
 
 def _lost() -> ApiError:

@@ -343,8 +343,14 @@ def test_answers_that_outlast_a_shutdown_are_told_so(cluster):
         step = engine.step
         engine.step = lambda *given: (time.sleep(0.2), step(*given))[1]
 
-    def whole(n: int) -> httpx.Response:
-        return cluster.http.post("/v1/completions", json=LONG | {"prompt": f"{n}"})
+    def ask(n: int) -> str:
+        """The code of the error that an answer ends with."""
+        asked = LONG | {"prompt": f"{n}", "stream": n % 3 > 0}
+        with cluster.http.stream("POST", "/v1/completions", json=asked) as answer:
+            *_, last = [line for line in answer.iter_lines() if line]
+        begun = answer.status_code == 200
+        assert begun or answer.status_code == 503
+        return json.loads(last.removeprefix("data: ") if begun else last)["error"]["code"]
 
     cluster.deploy(drain_timeout=1)
     cluster.until_there_are(2)
@@ -352,18 +358,13 @@ def test_answers_that_outlast_a_shutdown_are_told_so(cluster):
         for replica in cluster.replicas().values():
             ray.get(replica.__ray_call__.remote(slow))
         with ThreadPoolExecutor(12) as pool:
-            streams = [pool.submit(events, cluster.http, prompt=f"{n}") for n in range(8)]
-            wholes = [pool.submit(whole, n) for n in range(4)]
+            asked = [pool.submit(ask, n) for n in range(12)]
             for _ in range(300):
                 if cluster.http.get("/health").json()["running"] == 12:
                     break
                 time.sleep(0.1)
             serve.delete("foretell")
-            ended = [stream.result(60)[-1] for stream in streams]
-            answers = [each.result(60) for each in wholes]
-        assert [end.get("error", {}).get("code") for end in ended] == ["replica_lost"] * 8
-        for answer in answers:
-            check(answer, 503, code="replica_lost")
+            assert [each.result(60) for each in asked] == ["replica_lost"] * 12
     finally:
         cluster.deploy()
 
