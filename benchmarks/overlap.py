@@ -4,8 +4,8 @@
     python benchmarks/overlap.py --tensor-parallel 2
 
 For plain decoding and for both schedules (a draft model of 4 tokens, a head of one token), with 1
-and 64 sequences, first with device work on the caller's thread and then beside it; over ranks it is
-always beside. Both engines of a row take turns, so that a machine that slows down does so for both.
+and 64 sequences, with device work on the caller's thread and beside it; over ranks it is always
+beside. Both ways take turns, so that a machine that slows down does so for both.
 
 *Host* is the engine's own time in a step: its phases without what it waits for the device. *Hidden*
 is the part of that during which the device was at work. *Idle* is a step's time without device
@@ -24,7 +24,7 @@ from foretell.bench.workloads import default_workload
 from foretell.llm import LLM
 from foretell.runtime.parallel import ParallelRuntime
 from foretell.runtime.rank import memory
-from foretell.runtime.stream import Worker
+from foretell.runtime.stream import Inline, Worker
 from foretell.sequence import SamplingParams
 
 SCHEMES = {
@@ -32,6 +32,8 @@ SCHEMES = {
     "draft model, k=4": "draft-model:weights=int4,k=4,adaptive=false",
     "head, k=1": "eagle:k=1,adaptive=false",
 }
+PROMPT = 17
+"""Tokens: a page and one more, so that after the first run all but that one are in the cache."""
 Spans = list[tuple[float, float]]
 
 
@@ -117,6 +119,14 @@ def tell_memory(llm: LLM) -> None:
         print(f"rank {rank}, MiB: {shown}")
 
 
+def prompts(llm: LLM, count: int) -> list[list[int]]:
+    """[count] prompts, each a stretch of the workload's text."""
+    text = "\n\n".join(turn for c in default_workload() for turn in c.turns)
+    ids = llm.tokenizer.encode(text)
+    most = len(ids) // PROMPT
+    return [ids[PROMPT * (i % most) :][:PROMPT] for i in range(count)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -124,46 +134,42 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="as for foretell generate")
     parser.add_argument("--threads", type=int, help="CPU threads, all cores if not given")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks")
-    parser.add_argument("--tokens", type=int, default=24, help="of each answer")
+    parser.add_argument("--tokens", type=int, default=32, help="of each answer")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=list(SCHEMES))
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=1)
     given = parser.parse_args()
     print(
         "| | sequences | device work | ms a step | host ms | hidden ms | hidden | idle ms | tok/s |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
+    model, ranks, most = given.model, given.tensor_parallel, max(given.batches)
     for name in given.schemes:
+        llm = LLM(
+            model, speculation=SCHEMES[name], tensor_parallel=ranks,
+            threads=given.threads, max_num_seqs=most, max_model_len=256,
+        )  # fmt: skip
+        runtime = llm.engine.runtime
+        streams = {"over ranks": runtime.stream}
+        if ranks == 1:
+            model = llm.target  # loaded once for all schemes
+            streams = {"on the caller's thread": Inline(), "beside it": Worker("pass")}
         for batch in given.batches:
-            options = {"threads": given.threads, "max_num_seqs": batch, "max_model_len": 256}
-            ranks = given.tensor_parallel
-            engines = {"over ranks" if ranks > 1 else "on the caller's thread": False}
-            if ranks == 1:
-                engines["beside it"] = True
-            llms = {}
-            for where, aside in engines.items():
-                llm = LLM(given.model, speculation=SCHEMES[name], tensor_parallel=ranks, **options)
-                if aside:
-                    llm.engine.runtime.stream = Worker("pass")
-                llms[where] = llm
-            text = "\n\n".join(turn for c in default_workload() for turn in c.turns)
-            some = next(iter(llms.values()))
-            ids = some.tokenizer.encode(text)
-            prompts = [ids[40 * i : 40 * i + 40] for i in range(min(batch, len(ids) // 40))]
-            prompts = (prompts * batch)[:batch]
-            found = {where: [] for where in llms}
-            tokens = given.tokens * (4 if batch == 1 else 1)
+            asked, found = prompts(llm, batch), {where: [] for where in streams}
             for repeat in range(given.repeats + 1):
-                for where, llm in llms.items():
-                    steps = measure(llm, prompts, tokens)
+                for where, stream in streams.items():
+                    runtime.stream = stream
+                    steps = measure(llm, asked, given.tokens if repeat else 2)
+                    llm.engine.device.settle()
                     if repeat:  # the first one warms up
                         found[where] += steps
             for where, steps in found.items():
                 print(line(name, batch, where, steps), flush=True)
-            for llm in llms.values():
-                if isinstance(llm.engine.runtime, ParallelRuntime):
-                    tell_memory(llm)
-                llm.close()
+        if isinstance(runtime, ParallelRuntime):
+            tell_memory(llm)
+        for stream in streams.values():
+            stream.close()
+        llm.close()
     facts = environment()
     print(f"\n{facts['cpu']}, {facts['threads']} threads, {facts['packages']}")
 

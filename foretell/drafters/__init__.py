@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeGuard
 
 from foretell.config import SpeculationConfig
@@ -80,16 +81,35 @@ def expand(config: SpeculationConfig, target: LoadedModel) -> SpeculationConfig:
     return replace(config, method="prompt-lookup", k=8, also=also)
 
 
-def spread_head(config: SpeculationConfig | None, target: LoadedModel) -> LoadedHead | None:
-    """This rank's part of the head that is spread over ranks, None where there is none."""
+def _spread(config: SpeculationConfig | None) -> tuple[Any, SpeculationConfig, Any] | None:
+    """Class, configuration and options of the head that is spread over ranks."""
     from foretell.drafters.eagle import Eagle
 
-    for each in (config, *config.also) if config else ():
+    for each in (config, *config.also) if config and config.method != AUTO else ():
         kind = find(each.method)
         options: Any = read_options(kind.Options, each.options, each.method)
-        if issubclass(kind, Eagle) and options.ranks(each.k, target):
-            return kind.load(each, options, target)
+        if issubclass(kind, Eagle) and options.is_spread(each.k):
+            return kind, each, options
     return None
+
+
+def spread_head(config: SpeculationConfig | None, target: LoadedModel) -> LoadedHead | None:
+    """This rank's part of the head that is spread over ranks, None where there is none."""
+    found = _spread(config) if target.model.ranks else None
+    return found and found[0].load(found[1], found[2], target)
+
+
+def spread_files(
+    config: SpeculationConfig | None, target: Path, sizes: dict[str, int]
+) -> list[Path]:
+    """What every rank reads of such a head.
+
+    Args:
+        target: where that is.
+        sizes: of the target, see `ModelConfig.sizes`.
+    """
+    found = _spread(config)
+    return found[2].files(found[1].method, target, sizes) if found else []
 
 
 def build(config: SpeculationConfig, runtime: DraftRuntime) -> Drafter:

@@ -24,7 +24,6 @@ from foretell.config import SpeculationConfig, weight_format
 from foretell.models.head_formats import LoadedHead, load_eagle
 from foretell.models.hub import packaged_head, resolve
 from foretell.models.loader import LoadedModel
-from foretell.models.sharding import Ranks
 from foretell.models.trainable import TrainableHead
 from foretell.sequence import Sequence
 from foretell.spec.drafter import Ask, Commit, Drafter, DraftRuntime, Needs, run_rows
@@ -33,6 +32,8 @@ from foretell.spec.losses import judge
 from foretell.spec.training import Loss, Rule, TrainingBatch
 from foretell.spec.tree import TokenTree, roots
 from foretell.spec.tree_shape import TreeOptions
+
+_FILES = ("safetensors", "bin", "pt", "json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +53,19 @@ class HeadOptions(TreeOptions):
         if self.weights:
             weight_format(self.weights)
 
-    def find(self, method: str, target: LoadedModel) -> Path:
+    def find(self, method: str, target: Path, sizes: dict[str, int]) -> Path:
         """Where the head is: where an option says, else in this package.
+
+        Args:
+            target: where that is.
+            sizes: of the target, see `ModelConfig.sizes`.
 
         Raises:
             ValueError: there is none.
         """
         if self.model:
             return resolve(self.model, head=True)
-        own = packaged_head(method, target.config.sizes)
+        own = packaged_head(method, sizes)
         if own is None:
             raise ValueError(
                 f"{method} needs a head, and none comes with foretell for this model: "
@@ -68,11 +73,21 @@ class HeadOptions(TreeOptions):
             )
         return own
 
-    def ranks(self, k: int, target: LoadedModel) -> Ranks | None:
-        """Those that the head is spread over, as the target is: one that drafts single tokens runs
-        once for each pass of the target. More would wait for all ranks once a token, and lies on
-        rank 0 alone."""
-        return target.model.ranks if self.shape(k).num_nodes == 1 else None
+    def files(self, method: str, target: Path, sizes: dict[str, int]) -> list[Path]:
+        """What of it is read.
+
+        Raises:
+            ValueError: as `find`.
+        """
+        found, tokens = self.find(method, target, sizes), Path(self.draft_vocab)
+        files = [file for kind in _FILES for file in sorted(found.glob(f"*.{kind}"))]
+        return [*files, tokens] if tokens.is_file() else files
+
+    def is_spread(self, k: int) -> bool:
+        """Is the head spread over ranks, where there are some, as the target is? One that drafts
+        single tokens runs once for each pass of the target. More would wait for all ranks once a
+        token, and lies on rank 0 alone."""
+        return self.shape(k).num_nodes == 1
 
 
 @dataclass(eq=False)
@@ -117,7 +132,8 @@ class Eagle(Drafter):
         cls, config: SpeculationConfig, options: HeadOptions, target: LoadedModel
     ) -> LoadedHead:
         """The head, or this rank's part of it."""
-        path, ranks = options.find(config.method, target), options.ranks(config.k, target)
+        path = options.find(config.method, target.path, target.config.sizes)
+        ranks = target.model.ranks if options.is_spread(config.k) else None
         weights = weight_format(options.weights or target.weights)
         return cls.read(path, target, weights, options.draft_vocab, ranks)
 

@@ -34,7 +34,7 @@ class Medusa(Drafter):
     def __init__(self, config: SpeculationConfig, runtime: DraftRuntime) -> None:
         super().__init__(config, runtime)
         options, target = self.options, runtime.target
-        path = options.find("medusa", target)
+        path = options.find("medusa", target.path, target.config.sizes)
         weights = weight_format(options.weights or target.weights)
         self.heads, self.vocab = load_medusa(path, target, weights, options.draft_vocab)
         own = options.is_chain and not options.depth

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from foretell.config import SpeculationConfig
 from foretell.drafters.eagle import Eagle, HeadOptions
-from foretell.models.loader import LoadedModel
 from foretell.models.mtp_formats import load_mtp
 from foretell.spec.drafter import DraftRuntime
 from foretell.spec.training import Rule
@@ -32,8 +31,8 @@ class MTP(Eagle):
         recycle_normed: bool = True
         """Feed the module its output behind its norm, as DeepSeek and Qwen do; false before it."""
 
-        def find(self, method: str, target: LoadedModel) -> Path:
-            return super().find(method, target) if self.model else target.path
+        def find(self, method: str, target: Path, sizes: dict[str, int]) -> Path:
+            return super().find(method, target, sizes) if self.model else target
 
     def __init__(self, config: SpeculationConfig, runtime: DraftRuntime) -> None:
         super().__init__(config, runtime)

@@ -66,7 +66,8 @@ class Ahead:
 
     def while_computing(self, items: list[Item], goes_on: Callable[[Sequence], bool]) -> None:
         """Works on the step behind this one: admissions and, behind a step without drafts, its
-        items, pages and rows, as if it had none either.
+        items, pages and rows, as if it had none either. The runtime knows the pages of those: each
+        step has a cell more than it fills.
 
         Args:
             goes_on: whether a sequence may go on behind one token more.
@@ -77,8 +78,6 @@ class Ahead:
         if any(item.budget or item.sequence.grammar for item in items):
             return
         if following := self.scheduler.expect(items, goes_on):
-            for item in following:
-                self.runtime.set_pages(item.sequence.slot, item.sequence.pages)
             slots = [item.sequence.slot for item in following]
             lengths = [len(item.sequence.tokens) for item in following]
             rows = run_rows(slots, lengths, [[0]] * len(following))

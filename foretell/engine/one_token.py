@@ -39,6 +39,8 @@ def scheme_for(
     drafting: Drafting, items: list[Item], goes_on: Callable[[Sequence], bool], ends: frozenset[int]
 ) -> int | None:
     """Which scheme may draft these items' single tokens in this way; None for the ordinary way.
+    Where there are budgets there are no prompts. Who has none, and goes on, is to be shown what
+    becomes final by the host; who ends is never asked about again.
 
     Args:
         goes_on: whether a sequence may go on behind one token more.
@@ -48,8 +50,6 @@ def scheme_for(
     if len(schemes) != 1 or drafting.sampled:
         return None
     [m] = schemes
-    needs = drafting.drafters[m].needs
-    limit = needs.max_positions or drafting.max_model_len
     for item in items:
         sequence, params = item.sequence, item.sequence.params
         if (
@@ -57,10 +57,6 @@ def scheme_for(
             or item.budget > 1
             or item.forced
             or item.instead
-            or item.num_run != 1
-            or not item.reaches_end
-            or not sequence.speculate
-            or len(sequence.tokens) > limit
             or params.top_k
             or params.top_p < 1
             or shape_of(sequence, ends).has_edits

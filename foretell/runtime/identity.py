@@ -10,6 +10,7 @@ import torch
 
 import foretell
 from foretell.config import EngineConfig
+from foretell.drafters import spread_files
 from foretell.models.hub import resolve
 from foretell.models.loader import open_source
 
@@ -19,6 +20,7 @@ _REMEDIES = {
     "code": "runs other code than rank 0: install the same version of foretell everywhere",
     "torch": "has another version of torch than rank 0: install the same one everywhere",
     "model": "has other model files than rank 0: copy them anew",
+    "head": "has other files of the draft head than rank 0: copy them anew",
     "config": "was started with other options than rank 0: give all ranks the same ones",
 }
 
@@ -33,10 +35,13 @@ def identity(config: EngineConfig) -> dict[str, str]:
         *("weights", "tensor_parallel", "max_num_seqs", "max_model_len", "page_size"),
         *("speculation", "halves"),
     )
+    path = resolve(config.model)
+    source, model = open_source(path)
     return {
         "code": code.hexdigest(),
         "torch": torch.__version__,
-        "model": _model(resolve(config.model)),
+        "model": _digest(source.files),
+        "head": _digest(spread_files(config.speculation, path, model.sizes)),
         "config": str([getattr(config, name) for name in names]),
     }
 
@@ -49,9 +54,9 @@ def difference(ours: dict[str, str], theirs: dict[str, str]) -> str | None:
     return None
 
 
-def _model(path: Path) -> str:
+def _digest(files: list[Path]) -> str:
     digest = hashlib.sha256()
-    for file in open_source(path)[0].files:
+    for file in files:
         with file.open("rb") as data:
             size = data.seek(0, os.SEEK_END)
             digest.update(f"{file.name} {size}\0".encode())

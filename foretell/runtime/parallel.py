@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -44,6 +44,8 @@ _LOOK = 0.1
 """Seconds between looks at the others while a pass runs."""
 _GRACE = 5.0
 """Seconds that a rank gets to end by itself."""
+_NEWS = 5.0
+"""Seconds in which it becomes known why a connection broke."""
 T = TypeVar("T")
 
 
@@ -75,15 +77,17 @@ class Leader:
             file = SharedMemory.file(most_words(config, model))
             sockets = self._spawn(config, file)
         self.group.halves = config.halves
+        # Runs when the program ends, too: nothing is left of the others.
+        self._finish = weakref.finalize(self, _end, self.processes, None)
         try:
             self._meet(config)
+            self.channel: Channel = (
+                Broadcast(self._come(self.group.words)) if place else SharedMemory(file, sockets)
+            )
         except BaseException:
-            _end(self.processes, None)
+            self._finish()
             raise
-        self.channel: Channel = (
-            Broadcast(self.group.words()) if place else SharedMemory(file, sockets)
-        )
-        # Runs when the program ends, too: nothing is left of the others.
+        self._finish.detach()
         self._finish = weakref.finalize(self, _end, self.processes, self.channel)
 
     def _spawn(self, config: EngineConfig, file: int) -> list[socket.socket]:
@@ -120,8 +124,30 @@ class Leader:
         self.group.answer("identity", None)
 
     def hear(self, stage: str) -> list[Any]:
-        """What the other ranks tell."""
-        return self.group.hear(stage, self.lost)
+        """What the other ranks tell.
+
+        Raises:
+            RankError: one is lost.
+        """
+        try:
+            return self.group.hear(stage, self.lost)
+        except RankError as error:
+            self.fail(str(error))
+
+    def connect(self) -> None:
+        """Opens the way for exchanges.
+
+        Raises:
+            RankError: a rank does not come.
+        """
+        self._come(self.group.connect)
+
+    def _come(self, meet: Callable[[], T]) -> T:
+        """Something for which all must come."""
+        try:
+            return meet()
+        except RuntimeError as error:
+            self.fail(self._blame(error, self.group.timeout + _NEWS))
 
     def lost(self) -> str | None:
         """Which rank has ended or is silent, None if none."""
@@ -179,9 +205,9 @@ class Leader:
             self.fail(self._blame(self.broken))
         return work.value()
 
-    def _blame(self, error: BaseException) -> str:
+    def _blame(self, error: BaseException, patience: float = _NEWS) -> str:
         """A broken connection comes before the news of who has ended."""
-        until = time.monotonic() + _GRACE
+        until = time.monotonic() + patience
         while isinstance(error, RuntimeError | OSError) and time.monotonic() < until:
             if reason := self.lost():
                 return reason
@@ -243,7 +269,7 @@ class ParallelRuntime(Runtime):
         self.warm()
         leader.memory = leader.hear("memory")
         group.answer("memory", None)
-        group.connect()
+        leader.connect()
 
     def wait(self, work: Work[T]) -> T:
         """See `Runtime.wait`. What interrupts the caller leaves the ranks in step.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foretell.attention.pool import num_threads, set_num_threads
 from foretell.config import EngineConfig
-from foretell.drafters import expand, spread_head
+from foretell.drafters import spread_head
 from foretell.models.head import Head
 from foretell.models.loader import load
 from foretell.runtime.batch import FOLLOW, HEAD, HEADER, TARGET
@@ -46,7 +46,7 @@ def follow(config: EngineConfig, group: Group, channel: Channel | None) -> None:
         ranks=group,
     )  # fmt: skip
     runtime = Runtime.of(config, target)
-    loaded = spread_head(config.speculation and expand(config.speculation, target), target)
+    loaded = spread_head(config.speculation, target)
     draft = None
     if loaded is not None:
         runtime.taps, draft = loaded.taps, loaded.head.config.kv_group(loaded.kv_dtype)

@@ -100,8 +100,15 @@ class Group:
         self._exchange = self._process_group("exchange", timedelta(seconds=2 * self.timeout))
 
     def words(self) -> dist.ProcessGroup:
-        """Another process group, for host memory, whose waits are ended by pulses alone."""
-        return self._process_group("words", _AGES, host_only=True)
+        """Another process group, for host memory, whose waits are ended by pulses alone.
+
+        Raises:
+            RuntimeError: as `connect`.
+        """
+        patience = timedelta(seconds=2 * self.timeout)
+        group = self._process_group("words", patience, host_only=True)
+        group._set_default_timeout(_AGES)
+        return group
 
     def _process_group(self, name: str, timeout: timedelta, host_only: bool = False) -> Any:
         store = dist.PrefixStore(name, self._store)

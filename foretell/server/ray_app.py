@@ -37,6 +37,8 @@ _TRIES = 3
 """Replicas that a request is asked of: one that kills whoever reads it must not kill them all."""
 _LAST_WORDS = 1.0
 """Seconds in which the requests of an engine that has failed are told so."""
+_FAREWELL = 5.0
+"""Seconds that a router outlives replicas whose time is up: it tells their clients."""
 _LOST = (RayError, RayServeException)
 
 
@@ -189,6 +191,8 @@ class Router:
                 while len(sent) < 2:  # the status goes out with the first of the text
                     sent += await anext(answer)
             except (StopAsyncIteration, *_LOST):
+                if again and await _ending():
+                    break
                 continue
             except BaseException:
                 answer.cancel()
@@ -237,17 +241,29 @@ class _PassedOn(Response):
         self.sent[0] = {**head, "headers": self.raw_headers}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        messages, more = self.sent, True
         try:
-            for message in self.sent:
-                await send(message)
-            async for messages in self.answer:
+            while True:
                 for message in messages:
                     await send(message)
-        except _LOST:
-            text = f"data: {json.dumps(_lost().body)}\n\n".encode()
-            await send({"type": "http.response.body", "body": text, "more_body": False})
+                    more = message.get("more_body", True)
+                messages = await anext(self.answer)
+        except (StopAsyncIteration, *_LOST):
+            if more:
+                text = f"data: {json.dumps(_lost().body)}\n\n".encode()
+                await send({"type": "http.response.body", "body": text, "more_body": False})
         finally:
             self.answer.cancel()
+
+
+async def _ending() -> bool:
+    """Is the application taken down? Then no other replica will come."""
+    try:
+        apps = (await asyncio.to_thread(serve.status)).applications
+    except _LOST:
+        return False
+    name = serve.get_replica_context().app_name
+    return name not in apps or apps[name].status == "DELETING"
 
 
 def _lost() -> ApiError:
@@ -300,7 +316,7 @@ def application(engine: EngineConfig, server: ServerConfig) -> Any:
         ray_actor_options={"num_cpus": 0},
         logging_config=quiet,
         max_ongoing_requests=100_000,
-        graceful_shutdown_timeout_s=server.drain_timeout,
+        graceful_shutdown_timeout_s=server.drain_timeout + _FAREWELL,
         graceful_shutdown_wait_loop_s=0.5,
     )
     return router.bind(replica.bind(engine, server), server)

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 from foretell.config import EngineConfig, ServerConfig, parse_memory
@@ -52,7 +53,9 @@ def serve(engine: EngineConfig, server: ServerConfig) -> None:
         shown = f"[{server.host}]" if ":" in server.host else server.host
         print(f"foretell: {name} at http://{shown}:{server.port}", file=sys.stderr)
         told.wait()
-        ray_serve.delete("foretell")
+        ray_serve.delete("foretell", _blocking=False)  # else it gives up after a minute
+        while "foretell" in ray_serve.status().applications:
+            time.sleep(0.2)
     except RuntimeError as error:
         raise ValueError(f"no replica could be started: {error}") from None
     finally:

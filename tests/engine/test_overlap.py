@@ -6,12 +6,14 @@ from __future__ import annotations
 import random
 import re
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from foretell.engine.device import Device
 from foretell.engine.one_token import OneToken
 from foretell.llm import LLM
 from foretell.runtime.stream import Work, Worker
@@ -155,6 +157,80 @@ def test_a_head_that_follows_has_the_kv_and_logits_of_one_that_observes(scheme, 
                 assert torch.equal(one, other), key
 
 
+def test_a_draft_that_nobody_asked_for_is_not_accepted(monkeypatch):
+    """A sequence with one token left has no row for a draft, right as that would have been: the
+    row behind its root is another's, or none."""
+    found, llm = ways(monkeypatch), beside(tiny.llm(SINGLE[0]))
+    first, second = llm.generate(PROMPTS[:2], tiny.greedy())
+    ends = [n for n, drafted in enumerate(second.from_draft) if drafted and n > 4][:3]
+    assert ends
+    for n in ends:
+        found.clear()
+        both = [tiny.greedy(), tiny.greedy(max_tokens=n + 1)]
+        results = llm.generate(PROMPTS[:2], both)
+        assert tiny.ids(results) == [first.token_ids, second.token_ids[: n + 1]]
+        assert 2 in found
+        assert not llm.engine.metrics.drafter_errors, llm.engine.metrics.last_drafter_error
+
+
+def test_a_head_that_has_nothing_to_say_drafts_nothing(monkeypatch):
+    """Only the device knows: the host, told of it later, counts no drafts and shows none."""
+    found, llm = ways(monkeypatch), beside(tiny.llm(SINGLE[0]))
+    nothing = lambda sequences: torch.full((len(sequences),), -1)  # noqa: E731
+    monkeypatch.setattr(llm.engine.drafter, "first", nothing)
+    results = llm.generate(PROMPTS[:3], tiny.greedy())
+    assert tiny.ids(results) == plain("greedy")[:3]
+    assert max(found) == 3
+    assert not any(result.stats.drafted for result in results)
+
+
+def test_a_prompt_whose_answer_is_one_token_goes_the_ordinary_way():
+    """It needs no draft, and its rows are no root and draft."""
+    llm = beside(tiny.llm(SINGLE[0]))
+    [first] = start(llm, PROMPTS[:1], tiny.greedy())
+    while first.num_output < 8:
+        llm._step()
+    [late] = start(llm, PROMPTS[1:2], tiny.greedy(max_tokens=1))
+    for _ in steps(llm, [first, late]):
+        pass
+    assert [first.output, late.output] == [plain("greedy")[0], plain("greedy")[1][:1]]
+    assert not llm.engine.metrics.drafter_errors, llm.engine.metrics.last_drafter_error
+
+
+def test_a_sequence_beyond_the_heads_limit_leaves_the_others_their_drafts():
+    """Up to its last token, for which nothing is drafted anyway."""
+    most = heads.SIZES["max_position_embeddings"]
+    prompts = [(PROMPTS[1] * most)[: most - 6], PROMPTS[0]]
+    params = [tiny.greedy(max_tokens=20), tiny.greedy(max_tokens=60)]
+    llm = beside(tiny.llm(SINGLE[0]))
+    assert tiny.ids(llm.generate(prompts, params)) == tiny.ids(tiny.llm().generate(prompts, params))
+    assert not llm.engine.metrics.drafter_errors, llm.engine.metrics.last_drafter_error
+    assert llm.engine.metrics.drafted > 20
+    tiny.check_idle(settled(llm))
+
+
+@pytest.mark.parametrize("scheme", [SCHEMES[2], SINGLE[0]], ids=named)
+def test_page_tables_are_written_behind_the_catch_up(scheme, monkeypatch):
+    """It reads them; a head's pass on the target's rows has its own."""
+    llm = beside(tiny.llm(scheme, max_num_seqs=3, max_num_batched_tokens=24))
+    engine, caught_up = llm.engine, []
+    set_pages, observe = engine.runtime.set_pages, engine.drafter.observe
+
+    def written(slot, pages):
+        assert all(work.is_over or work.name == "head" for work in engine.device.pending)
+        set_pages(slot, pages)
+
+    def slow(commit):
+        time.sleep(0.01)
+        observe(commit)
+        caught_up.append(commit)
+
+    monkeypatch.setattr(engine.runtime, "set_pages", written)
+    monkeypatch.setattr(engine.drafter, "observe", slow)
+    assert tiny.ids(llm.generate(PROMPTS, tiny.greedy())) == plain("greedy")
+    assert len(caught_up) > 4
+
+
 def test_what_a_head_has_followed_it_is_not_shown_again(monkeypatch):
     """An adaptive drafter is shown what it missed when drafts are wanted: nothing, here."""
     found, llm = ways(monkeypatch), beside(tiny.llm(f"{SINGLE[0]},adaptive=true"))
@@ -254,6 +330,36 @@ def test_an_interrupt_while_the_device_works(scheme, monkeypatch):
         tiny.check_idle(settled(llm))
 
 
+def test_work_is_left_by_whole_steps_and_dropped_by_broken_ones():
+    runtime = tiny.llm().engine.runtime
+    device, ran = Device(runtime, lambda work: None), []
+
+    def step(name: str, ends: bool) -> None:
+        device.begin()
+        device.pending.append(device.submit(name, lambda: ran.append(name)))
+        if ends:
+            device.end()
+
+    step("whole", True)
+    step("broken", False)
+    assert [work.name for work in device.pending] == ["whole", "broken"]
+    device.begin()
+    assert not device.pending
+    device.end()
+    step("next", True)
+    device.settle()
+    assert ran == ["next"]
+    device.leave(device.submit("left", lambda: ran.append("left")))
+    assert ran == ["next", "left"], "nothing is gained by leaving it on this thread"
+    runtime.stream = Worker("pass")
+    go_on = threading.Event()
+    device.leave(device.submit("beside", lambda: ran.append(go_on.wait(60))))
+    assert [work.name for work in device.pending] == ["beside"]
+    go_on.set()
+    device.settle()
+    assert ran[-1] is True
+
+
 def test_an_error_on_the_device_is_raised_by_the_step(monkeypatch):
     llm = beside(tiny.llm(SCHEMES[2]))
     forward, calls = llm.engine.runtime.forward_target, [0]
@@ -272,16 +378,43 @@ def test_an_error_on_the_device_is_raised_by_the_step(monkeypatch):
 
 
 @pytest.mark.parametrize("scheme", [None, SCHEMES[3]], ids=named)
-def test_rows_are_laid_out_before_they_are_needed(scheme):
+def test_rows_are_laid_out_before_they_are_needed(scheme, monkeypatch):
     """And thrown away where a sequence came or went unexpectedly."""
     llm = beside(tiny.llm(scheme, max_num_seqs=4))
     before = llm.engine.metrics.num_steps
-    results = llm.generate(PROMPTS, tiny.sampled(ignore_eos=False, stop_token_ids=[9, 11]))
-    assert tiny.ids(results) == plain("eos") or len({len(r.token_ids) for r in results}) > 2
+    params = tiny.sampled(ignore_eos=False, stop_token_ids=[9, 11])
+    results = llm.generate(PROMPTS, params)
+    assert tiny.ids(results) == tiny.ids(tiny.llm().generate(PROMPTS, params))
+    assert len({len(r.token_ids) for r in results}) > 2
     assert 0 < llm.engine.ahead.taken < llm.engine.metrics.num_steps - before
     before, taken = llm.engine.metrics.num_steps, llm.engine.ahead.taken
-    llm.generate(PROMPTS[:3], tiny.greedy())
-    assert llm.engine.ahead.taken - taken >= llm.engine.metrics.num_steps - before - 4
+    prepared, prepare = [], llm.engine.runtime.prepare
+    monkeypatch.setattr(
+        llm.engine.runtime, "prepare", lambda rows: (prepared.append(rows), prepare(rows))
+    )
+    assert tiny.ids(llm.generate(PROMPTS[:3], tiny.greedy())) == plain("greedy")[:3]
+    steps = llm.engine.metrics.num_steps - before
+    assert llm.engine.ahead.taken - taken >= steps - 4
+    assert len(prepared) <= steps, "behind drafts nothing can be laid out"
+
+
+@pytest.mark.parametrize("border", [True, False])
+def test_rows_that_were_laid_out_for_other_pages_are_made_again(border):
+    """A sequence that is preempted at the border of a page finds all but its last token in the
+    cache: all is as it was expected but for the page of that. Elsewhere it has more rows to run."""
+    llm, others = beside(tiny.llm(max_num_seqs=2)), 0
+    pair = start(llm, PROMPTS[:2], tiny.greedy())
+    size, last = llm.config.page_size, pair[1]
+    for _ in steps(llm, pair):
+        if last.slot >= 0 and last.num_output and (last.num_computed % size == 0) == border:
+            before, page = last.num_computed, last.pages[-1]
+            llm.engine.scheduler._preempt(last)
+            llm._step()
+            assert last.num_computed == before + 1
+            others += not last.finished and last.pages[before // size] != page
+    assert others > 4
+    assert [sequence.output for sequence in pair] == plain("greedy")[:2]
+    tiny.check_idle(settled(llm))
 
 
 @pytest.mark.parametrize("scheme", [SCHEMES[2], "prompt-lookup:k=4,adaptive=true"], ids=named)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+
 import pytest
 
-from foretell.config import EngineConfig
+from foretell.config import EngineConfig, SpeculationConfig
 from foretell.llm import LLM
 from foretell.runtime.identity import difference, identity
 from foretell.runtime.rank import memory
@@ -96,6 +99,22 @@ def test_other_code_model_and_options_differ(tmp_path, monkeypatch):
                          tensor_parallel=2)  # fmt: skip
     assert "other model files" in (difference(mine, identity(other)) or "")
     assert "other options" in (difference(mine, identity(config.with_(page_size=8))) or "")
+    head = shutil.copytree(re.search("model=([^,]+)", heads.scheme("eagle"))[1], tmp_path / "head")
+    few = tmp_path / "ids.json"
+    few.write_text("[3, 4, 5]")
+    one = config.with_(speculation=SpeculationConfig.parse(f"eagle:model={head},k=1"))
+    some = one.with_(
+        speculation=SpeculationConfig.parse(f"eagle:model={head},k=1,draft_vocab={few}")
+    )
+    more = config.with_(speculation=SpeculationConfig.parse(f"eagle:model={head},k=2"))
+    before = [identity(each) for each in (one, some, more)]
+    few.write_text("[3, 4, 6]")
+    assert difference(before[0], identity(one)) is None
+    assert "files of the draft head" in (difference(before[1], identity(some)) or "")
+    weights = head / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    assert "files of the draft head" in (difference(before[0], identity(one)) or "")
+    assert difference(before[2], identity(more)) is None  # rank 0 alone reads it
     monkeypatch.setattr("foretell.__version__", "0.0.0")
     assert "other code" in (difference(mine, identity(config)) or "")
     assert "version of torch" in (difference(mine, mine | {"torch": "1.0"}) or "")

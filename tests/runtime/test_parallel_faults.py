@@ -3,6 +3,7 @@ and no process stays behind."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from foretell.config import EngineConfig
 from foretell.engine import build
 from foretell.runtime import parallel
 from foretell.runtime.ranks import RankError
-from tests import tiny
+from tests import heads, tiny
 from tests.runtime.ranks import model, start
 
 PATIENCE = 6.0
@@ -56,6 +57,65 @@ def test_a_lost_rank_ends_what_is_in_flight(number):
         with pytest.raises(RankError, match="rank 1"):  # at once, and for good
             llm.generate([[3, 4]], PARAMS)
         assert not llm.engine.scheduler.running
+
+
+MOMENTS = ["loading", "connecting", "step", "catch-up", "following"]
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_rank_is_lost_at_any_moment(moment, number, monkeypatch):
+    """While it loads, before it is connected, in the middle of a step, and of the head's pass in
+    either schedule: it is named, requests in flight fail, and nothing is left of it."""
+    processes, struck = [], []
+
+    def strike() -> None:
+        if not struck:
+            struck.append(number)
+            processes[0].send_signal(number)
+
+    def hear(self, stage):
+        processes[:] = self.processes
+        if (moment, stage) == ("loading", "loaded"):
+            strike()
+        told = heard(self, stage)
+        if (moment, stage) == ("connecting", "memory"):
+            strike()
+        return told
+
+    heard = parallel.Leader.hear
+    monkeypatch.setattr(parallel.Leader, "hear", hear)
+    lost = r"rank 1 .*(has ended by SIGKILL|no sign of life|not taken part)"
+    with contextlib.ExitStack() as stack:
+        if moment in ("loading", "connecting"):
+            with pytest.raises(RankError, match=lost):
+                start(rank_timeout=PATIENCE)
+        else:
+            llm = stack.enter_context(
+                start(rank_timeout=PATIENCE, speculation=tiny.fixed(f"{heads.scheme('eagle')},k=1"))
+            )
+            runtime, place = llm.engine.runtime, "run_target" if moment == "step" else "run_head"
+            run, calls = getattr(runtime, place), []
+
+            def running(*given):
+                calls.append(given)
+                if len(calls) == 6:
+                    strike()
+                return run(*given)
+
+            monkeypatch.setattr(runtime, place, running)
+            # A penalty goes the ordinary way, where what was accepted is shown to the head.
+            params = tiny.greedy(
+                max_tokens=200, repetition_penalty=1 + 0.1 * (moment == "catch-up")
+            )
+            with pytest.raises(RankError, match=lost):
+                llm.generate(tiny.prompts(2), params)
+            assert not llm.engine.scheduler.running
+            with pytest.raises(RankError, match="rank 1"):
+                llm.generate([[3, 4]], params)
+        assert gone(processes[0].pid)
 
 
 def test_interrupts_leave_the_ranks_in_step_and_a_hanging_one_is_named(monkeypatch):

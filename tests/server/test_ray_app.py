@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import os
@@ -291,6 +292,81 @@ def test_an_engine_that_fails_is_replaced(cluster):
     assert [answer.status_code for answer in answers] == [200] * 24
     cluster.until_there_are(2)
     assert broken not in cluster.pids()
+
+
+@pytest.mark.parametrize("how", ["ends", "fails"])
+def test_a_stream_that_stops_short_ends_with_an_error(how):
+    """Whatever a replica did: a client can tell that it has not got all."""
+    from foretell.server.ray_app import _PassedOn
+
+    async def answer():
+        yield [{"type": "http.response.body", "body": b"data: 2\n\n", "more_body": True}]
+        if how == "fails":
+            raise ray.exceptions.RayActorError
+
+    got = []
+
+    async def send(message):
+        got.append(message)
+
+    class Handle:
+        cancelled = False
+
+        def __init__(self):
+            self.parts = answer()
+
+        def __anext__(self):
+            return self.parts.__anext__()
+
+        def cancel(self):
+            self.cancelled = True
+
+    sent = [
+        {"type": "http.response.start", "status": 200, "headers": []},
+        {"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True},
+    ]
+    handle = Handle()
+    asyncio.run(_PassedOn(sent, handle)({}, None, send))
+    *before, last = [message.get("body") for message in got]
+    assert before == [None, b"data: 1\n\n", b"data: 2\n\n"]
+    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "replica_lost"
+    assert got[-1]["more_body"] is False
+    assert handle.cancelled
+
+
+def test_answers_that_outlast_a_shutdown_are_told_so(cluster):
+    """Time is up for the replicas, and the router tells what they no longer can."""
+    from ray import serve
+
+    def slow(actor) -> None:
+        engine = actor._replica_impl._user_callable_wrapper._callable.llm.engine
+        step = engine.step
+        engine.step = lambda *given: (time.sleep(0.2), step(*given))[1]
+
+    def ask(n: int) -> str:
+        """The code of the error that an answer ends with."""
+        asked = LONG | {"prompt": f"{n}", "stream": n % 3 > 0}
+        with cluster.http.stream("POST", "/v1/completions", json=asked) as answer:
+            *_, last = [line for line in answer.iter_lines() if line]
+        begun = answer.status_code == 200
+        assert begun or answer.status_code == 503
+        return json.loads(last.removeprefix("data: ") if begun else last)["error"]["code"]
+
+    cluster.deploy(drain_timeout=1)
+    cluster.until_there_are(2)
+    try:
+        for replica in cluster.replicas().values():
+            ray.get(replica.__ray_call__.remote(slow))
+        with ThreadPoolExecutor(12) as pool:
+            asked = [pool.submit(ask, n) for n in range(12)]
+            for _ in range(300):
+                if cluster.http.get("/health").json()["running"] == 12:
+                    break
+                time.sleep(0.1)
+            serve.delete("foretell")
+            assert [each.result(60) for each in asked] == ["replica_lost"] * 12
+    finally:
+        cluster.deploy()
 
 
 def test_the_kuberay_example_builds_the_application():
