@@ -93,18 +93,21 @@ def digests(path: Path) -> dict[Path, str]:
     return out
 
 
+def print_part(part: Part, console: Console) -> None:
+    """One line, and what is wrong below it."""
+    counts = ", ".join(f"{number:,} {name}" for name, number in part.counts.items())
+    say(console, f"{'pass' if part.passed else 'FAIL'}  {part.name}: {counts}",
+        None if part.passed else "bold red")  # fmt: skip
+    for line in part.findings:
+        say(console, f"      {line}")
+    if part.more:
+        say(console, f"      and {part.more} more")
+    for line in part.notes:
+        say(console, f"      note: {line}")
+
+
 def print_verdict(certificate: Certificate, console: Console) -> None:
-    """A line for each part, what is wrong below it, and the verdict."""
-    for part in certificate.parts:
-        counts = ", ".join(f"{number:,} {name}" for name, number in part.counts.items())
-        say(console, f"{'pass' if part.passed else 'FAIL'}  {part.name}: {counts}",
-            None if part.passed else "bold red")  # fmt: skip
-        for line in part.findings:
-            say(console, f"      {line}")
-        if part.more:
-            say(console, f"      and {part.more} more")
-        for line in part.notes:
-            say(console, f"      note: {line}")
+    """The last line."""
     about = certificate.about
     what = f"{about['scheme']} on {about['model']} ({about['weights']})"
     if certificate.passed:

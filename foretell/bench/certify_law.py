@@ -15,19 +15,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
-from foretell.bench.certify_part import Part, Progress, Rig, check_drafter, guarded
+from foretell.bench.certify_part import Part, Rig, check_drafter, guarded, leave
 from foretell.bench.rehearsed import METHOD as REHEARSED
 from foretell.bench.rehearsed import rehearse
 from foretell.llm import LLM
-from foretell.sequence import SamplingParams
+from foretell.progress import Advance
+from foretell.sequence import SamplingParams, Sequence
 
 HORIZON = 3
 ALARM = 1e-3
 """Probability that any test at all is done again though nothing is wrong."""
-_PROMPTS, _SLOTS = 2, 64
+_PROMPTS, _SLOTS, _PROBES = 2, 64, 16
 _TIE = 1e-4
 """Log-probabilities nearer than this may be in another order in float32: no such law is used."""
+
+_NODES = 5
+"""Of a rehearsed draft: enough to hide two tokens among wrong ones."""
 
 Text = tuple[int, ...]
 
@@ -98,13 +103,22 @@ def rules(rig: Rig) -> list[str]:
 
 
 def num_tests(rig: Rig, num_prompts: int) -> int:
-    """At most: the scheme on two prompts and rehearsed drafts on one, for each rule and setting."""
+    """At most."""
+    if not rig.config.crossed:
+        return len(rules(rig)) * len(SETTINGS)
     return len(rules(rig)) * len(SETTINGS) * (min(_PROMPTS, num_prompts) + 1)
 
 
-def same_law(rig: Rig, plain: LLM, prompts: dict[str, list[int]], advance: Progress) -> Part:
-    """Tests each rule under each setting, on prompts for which the scheme drafts, and with drafts
-    that are the greedy answer hidden in random trees."""
+def same_law(rig: Rig, plain: LLM, prompts: dict[str, list[int]], advance: Advance) -> Part:
+    """Tests each rule: under each setting with the scheme, on two prompts for which it drafts, and
+    with drafts that are the greedy answer hidden in random trees, on one. Not `crossed`: under each
+    setting with one or the other, on one prompt."""
+    page = rig.engine.page_size
+    # All whole pages are shared, so with one token beyond them an answer costs few rows.
+    prompts = {
+        name: ids[(len(ids) - 1) % page :] if len(ids) > 2 * page else ids
+        for name, ids in prompts.items()
+    }
     level = ALARM / num_tests(rig, len(prompts))
     part = Part(
         "same distribution",
@@ -128,17 +142,21 @@ class _Trial:
     rig: Rig
     plain: LLM
     level: float
-    advance: Progress
+    advance: Advance
 
     def rule(self, rule: Any, prompts: dict[str, list[int]]) -> None:
         own = self.rig.make(replace(self.rig.speculation, verification=rule), _SLOTS)
-        known = self.rig.make(f"{REHEARSED},verification={rule}", _SLOTS)
+        known = self.rig.make(f"{REHEARSED},k={_NODES},verification={rule}", _SLOTS)
         greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
         answers = self.plain.generate(list(prompts.values()), greedy)
         rehearse(known, {(tuple(a.prompt_token_ids), None): a.token_ids for a in answers})
-        arms = (own, rule, min(_PROMPTS, len(prompts))), (known, f"{rule}, rehearsed", 1)
-        for llm, kind, wanted in arms:
-            for setting in SETTINGS:
+        if self.rig.config.crossed:
+            arms = (own, rule, 2, SETTINGS), (known, f"{rule}, rehearsed", 1, SETTINGS)
+        else:
+            arms = (own, rule, 1, SETTINGS[::2]), (known, f"{rule}, rehearsed", 1, SETTINGS[1:2])
+        for llm, kind, most, settings in arms:
+            wanted = min(most, len(prompts))
+            for setting in settings:
                 done = 0
                 for name, ids in prompts.items():
                     if done < wanted:
@@ -157,8 +175,8 @@ class _Trial:
             law = exact_law(self.plain, ids, setting)
         except Tie:
             return False
-        probe = [setting.params(config.seed + i, room=0) for i in range(_SLOTS)]
-        if sum(r.stats.drafted for r in llm.generate([ids] * _SLOTS, probe)) < _SLOTS // 8:
+        probe = [setting.params(config.seed + i, room=0) for i in range(_PROBES)]
+        if sum(r.stats.drafted for r in llm.generate([ids] * _PROBES, probe)) < _PROBES // 8:
             return False  # what is drafted before the horizon is too little to say anything about
         where = f"{name}, {setting.name}"
         count, seen, details = config.samples, Counter[Text](), dict[str, Any]()
@@ -197,11 +215,25 @@ class _Trial:
         for at in range(0, count, _SLOTS):
             size = min(_SLOTS, count - at)
             params = [setting.params(seed + at + i, room) for i in range(size)]
-            for result in llm.generate([ids] * size, params):
-                seen[tuple(result.token_ids[:HORIZON])] += 1
-                drafted += result.stats.drafted
+            for sequence in begin(llm, ids, params):
+                seen[tuple(sequence.output[:HORIZON])] += 1
+                drafted += sequence.stats.drafted
             self.advance(size)
         return seen, drafted
+
+
+def begin(llm: LLM, ids: list[int], params: list[SamplingParams]) -> list[Sequence]:
+    """Answers of which no more than the first HORIZON tokens are wanted."""
+    sequences = [s for own in params for s in llm.sequences(ids, own, speculate=True)]
+    for sequence in sequences:
+        llm.engine.add(sequence)
+    running = sequences
+    while running:
+        with torch.inference_mode():
+            llm.engine.step()
+        leave(llm, [s for s in running if s.num_output >= HORIZON and not s.finished])
+        running = [s for s in running if not s.finished]
+    return sequences
 
 
 def exact_law(plain: LLM, ids: list[int], setting: Setting) -> dict[Text, float]:

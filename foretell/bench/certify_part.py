@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,13 +12,12 @@ from foretell.bench.certify_config import CertifyConfig
 from foretell.config import EngineConfig, SpeculationConfig
 from foretell.llm import LLM
 from foretell.models.loader import LoadedModel
-from foretell.sequence import SamplingParams
+from foretell.sequence import SamplingParams, Sequence
 
 log = logging.getLogger("foretell")
 
 MOST_FINDINGS = 10
 """Of one part: what is wrong at all is wrong everywhere."""
-Progress = Callable[[int], None]
 
 
 @dataclass
@@ -107,6 +106,13 @@ class Rig:
     def plain_alone(self) -> LLM:
         """The reference: no drafter, one request at a time, nothing shared."""
         return self.make(None, 1, prefix_caching=False)
+
+
+def leave(llm: LLM, sequences: list[Sequence]) -> None:
+    """Ends requests before they are done."""
+    for sequence in sequences:
+        llm.abort(sequence.request_id)
+    llm.engine.drain()
 
 
 @contextmanager
