@@ -15,6 +15,7 @@ from foretell.bench.certify_part import Part, Rig
 from foretell.bench.certify_same import num_ways, references, requests, same_text
 from foretell.bench.certify_state import audit, self_acceptance, self_requests
 from foretell.bench.environment import environment
+from foretell.bench.report import say
 from foretell.bench.run import check_writable
 from foretell.bench.workloads import Conversation, by_category, default_workload, read_workload
 from foretell.config import EngineConfig
@@ -68,9 +69,13 @@ def certify(
     rig = Rig(engine, target, config)
     start = time.time()
     parts: list[Part] = []
-    for part in run_parts(rig, spread(conversations, config)):
-        parts.append(part)
-        print_part(part, console)
+    try:
+        for part in run_parts(rig, spread(conversations, config)):
+            parts.append(part)
+            print_part(part, console)
+    except KeyboardInterrupt:
+        say(console, f"NOT CERTIFIED: interrupted after {len(parts)} of 5 parts.", "bold red")
+        raise
     about = identify(rig)
     if prompts is not None:
         about["files"] |= {f"prompts: {prompts.name}": sha256(prompts)}
@@ -94,15 +99,20 @@ def run_parts(rig: Rig, conversations: list[Conversation]) -> Iterator[Part]:
     config = rig.config
     prompts = encode(rig, conversations)
     asked = requests(prompts, config)
+    # Before anything long: a draft that cannot be loaded ends it here.
+    scheme = rig.make(rig.speculation, config.batch)
+    adaptive = rig.make(rig.engine.speculation, config.batch)
     with progress_bar("plain decoding", len(asked), lines=True) as advance:
         answers = references(rig, asked, advance)
-    left_out = len(asked) - len(answers)
+    kept = [request.name for request, _ in answers]
+    left_out = [f"{r.name}: plain decoding cannot answer it" for r in asked if r.name not in kept]
+    long = [c.id for c in conversations if c.id not in prompts]
+    left_out += [f"{name}: no room for an answer in the context" for name in long]
     with progress_bar("same text", num_ways(rig) * len(answers), lines=True) as advance:
-        same, bits, engines = same_text(rig, answers, left_out, advance)
+        same, bits, engines = same_text(rig, answers, scheme, adaptive, left_out, advance)
     yield same
     yield bits
-    tests = num_tests(rig, len(prompts))
-    with progress_bar("same distribution", tests * config.samples, lines=True) as advance:
+    with progress_bar("same distribution", num_tests(rig) * config.samples, lines=True) as advance:
         law = same_law(rig, rig.make(None, config.batch), prompts, advance)
     yield law
     own = self_requests(asked)
@@ -111,8 +121,8 @@ def run_parts(rig: Rig, conversations: list[Conversation]) -> Iterator[Part]:
     yield accepted
     some = [pair for pair in answers if not pair[0].params.grammar]
     with progress_bar("KV audit", 2 * len(engines) * len(some), lines=True) as advance:
-        kept = audit(rig, engines, some, advance)
-    yield kept
+        audited = audit(rig, engines, some, advance)
+    yield audited
 
 
 def spread(conversations: list[Conversation], config: CertifyConfig) -> list[Conversation]:

@@ -10,7 +10,7 @@ are, it fails. So a sound engine fails with a probability of at most ``ALARM**2`
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,11 +27,11 @@ from foretell.sequence import SamplingParams, Sequence
 HORIZON = 3
 ALARM = 1e-3
 """Probability that any test at all is done again though nothing is wrong."""
-_PROMPTS, _SLOTS, _PROBES = 2, 64, 16
+_SLOTS, _PROBES = 64, 16
 _TIE = 1e-4
 """Log-probabilities nearer than this may be in another order in float32: no such law is used."""
 
-_NODES = 5
+_NODES = 4
 """Of a rehearsed draft: enough to hide two tokens among wrong ones."""
 
 Text = tuple[int, ...]
@@ -48,7 +48,7 @@ class Setting:
     presence: float = 0.0
 
     def params(self, seed: int, room: int) -> SamplingParams:
-        """With room behind the horizon drafts before it are as long as anywhere."""
+        """With room behind the horizon drafts reach beyond it, too."""
         return SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -102,24 +102,22 @@ def rules(rig: Rig) -> list[str]:
     return ["rejection"] if own == "coupled" else list(dict.fromkeys([own, "rejection"]))
 
 
-def num_tests(rig: Rig, num_prompts: int) -> int:
+def num_tests(rig: Rig) -> int:
     """At most."""
-    if not rig.config.crossed:
-        return len(rules(rig)) * len(SETTINGS)
-    return len(rules(rig)) * len(SETTINGS) * (min(_PROMPTS, num_prompts) + 1)
+    return len(rules(rig)) * len(SETTINGS) * (2 if rig.config.crossed else 1)
 
 
 def same_law(rig: Rig, plain: LLM, prompts: dict[str, list[int]], advance: Advance) -> Part:
-    """Tests each rule: under each setting with the scheme, on two prompts for which it drafts, and
-    with drafts that are the greedy answer hidden in random trees, on one. Not `crossed`: under each
-    setting with one or the other, on one prompt."""
+    """Tests each rule under each setting with the scheme, on prompts for which it drafts, in turn,
+    and with drafts that are the greedy answer hidden in random trees. Not `crossed`: under each
+    setting with one or the other."""
     page = rig.engine.page_size
     # All whole pages are shared, so with one token beyond them an answer costs few rows.
     prompts = {
         name: ids[(len(ids) - 1) % page :] if len(ids) > 2 * page else ids
         for name, ids in prompts.items()
     }
-    level = ALARM / num_tests(rig, len(prompts))
+    level = ALARM / num_tests(rig)
     part = Part(
         "same distribution",
         "first tokens of many answers are distributed as the target's own law says (a sound "
@@ -150,21 +148,23 @@ class _Trial:
         greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
         answers = self.plain.generate(list(prompts.values()), greedy)
         rehearse(known, {(tuple(a.prompt_token_ids), None): a.token_ids for a in answers})
-        if self.rig.config.crossed:
-            arms = (own, rule, 2, SETTINGS), (known, f"{rule}, rehearsed", 1, SETTINGS)
-        else:
-            arms = (own, rule, 1, SETTINGS[::2]), (known, f"{rule}, rehearsed", 1, SETTINGS[1:2])
-        for llm, kind, most, settings in arms:
-            wanted = min(most, len(prompts))
+        whole = self.rig.config.crossed
+        arms = (
+            (own, str(rule), SETTINGS if whole else SETTINGS[::2]),
+            (known, f"{rule}, rehearsed", SETTINGS if whole else SETTINGS[1::2]),
+        )
+        for llm, kind, settings in arms:
+            order = deque(prompts.items())
             for setting in settings:
-                done = 0
-                for name, ids in prompts.items():
-                    if done < wanted:
-                        done += self.test(f"{name}, {kind}", llm, ids, setting)
-                if done < wanted:
+                for _ in prompts:
+                    name, ids = order[0]
+                    order.rotate(-1)
+                    if self.test(f"{name}, {kind}", llm, ids, setting):
+                        break
+                else:
                     self.part.notes.append(
-                        f"{kind}, {setting.name}: {done} of {wanted} tests done; too little is "
-                        "drafted behind the first token of the other prompts"
+                        f"{kind}, {setting.name}: not tested; too little is drafted behind the "
+                        "first token of these prompts"
                     )
             check_drafter(self.part, llm, 1)
 
@@ -176,7 +176,8 @@ class _Trial:
         except Tie:
             return False
         probe = [setting.params(config.seed + i, room=0) for i in range(_PROBES)]
-        if sum(r.stats.drafted for r in llm.generate([ids] * _PROBES, probe)) < _PROBES // 8:
+        begin(llm, ids, probe[:1])  # what comes at once could not share the prompt's pages
+        if sum(s.stats.drafted for s in begin(llm, ids, probe)) < _PROBES // 8:
             return False  # what is drafted before the horizon is too little to say anything about
         where = f"{name}, {setting.name}"
         count, seen, details = config.samples, Counter[Text](), dict[str, Any]()
@@ -211,7 +212,7 @@ class _Trial:
     ) -> tuple[Counter[Text], int]:
         """First tokens of independent answers, and drafts among them that were checked."""
         seen, drafted, count = Counter[Text](), 0, self.rig.config.samples
-        room = min(self.rig.speculation.k, 4) + 1
+        room = 2 if self.rig.config.crossed else 1
         for at in range(0, count, _SLOTS):
             size = min(_SLOTS, count - at)
             params = [setting.params(seed + at + i, room) for i in range(size)]

@@ -89,12 +89,22 @@ def _biased(params: SamplingParams, greedy: Result) -> SamplingParams:
 
 
 def same_text(
-    rig: Rig, answers: list[tuple[Request, Result]], left_out: int, advance: Advance
+    rig: Rig,
+    answers: list[tuple[Request, Result]],
+    scheme: LLM,
+    adaptive: LLM,
+    left_out: list[str],
+    advance: Advance,
 ) -> tuple[Part, Part, list[LLM]]:
     """Asks everything again in each way and compares.
 
+    Args:
+        scheme: always drafting.
+        adaptive: as configured.
+        left_out: what could not be asked.
+
     Returns:
-        The part about tokens, the part about bits, and the engines that drafted.
+        The part about tokens, the part about bits, and the engines that always drafted.
     """
     part = Part(
         "same text",
@@ -105,24 +115,22 @@ def same_text(
         "same bits",
         "the target's log-probabilities are those of plain decoding to the last bit",
     )
-    if left_out:
-        part.notes.append(f"{left_out} requests were left out: plain decoding cannot answer them")
+    part.notes.extend(f"left out: {what}" for what in left_out)
     if not answers:
         part.fail("no request could be answered")
         return part, bits, []
-    batch, speculation = rig.config.batch, rig.speculation
-    scheme = rig.make(speculation, batch)
+    verification = rig.speculation.verification
+    exact = verification in SAME_TEXT
     trees = rehearsed(rig, answers)
-    plain = rig.make(None, batch)
-    exact = speculation.verification in SAME_TEXT
     comparable = [pair for pair in answers if exact or pair[0].params.greedy]
     if not exact:
         part.notes.append(
-            f"{speculation.verification} verification keeps the distribution and not the text of a "
+            f"{verification} verification keeps the distribution and not the text of a "
             "seed: sampled requests are compared under coupled verification"
         )
     with guarded(part):
-        for name, llm, run, own in _ways(rig, plain, scheme, trees, exact, answers, comparable):
+        llms = scheme, adaptive, trees
+        for name, llm, run, own in _ways(rig, llms, exact, answers, comparable):
             before = llm.engine.metrics.drafted
             got = run(llm, [request for request, _ in own], advance)
             part.count("answers", len(own))
@@ -154,20 +162,19 @@ Way = tuple[str, LLM, Run, SequenceOf[tuple[Request, Result]]]
 
 def _ways(
     rig: Rig,
-    plain: LLM,
-    scheme: LLM,
-    trees: LLM,
+    llms: tuple[LLM, LLM, LLM],
     exact: bool,
     everything: list[tuple[Request, Result]],
     comparable: list[tuple[Request, Result]],
 ) -> Iterator[Way]:
+    scheme, adaptive, trees = llms
+    plain = rig.make(None, rig.config.batch)
     some = max(2, rig.config.batch // 4)
     together = partial(all_at_once, speculate=False)
     yield f"{PLAIN}, {rig.config.batch} at once", plain, together, everything
     yield "alone, streamed", scheme, streamed, comparable
     yield f"{some} at once", scheme, partial(in_groups, size=some), comparable
     yield f"{rig.config.batch} at once", scheme, all_at_once, comparable
-    adaptive = rig.make(rig.engine.speculation, rig.config.batch)
     yield f"{ADAPTIVE}, {rig.config.batch} at once", adaptive, all_at_once, comparable
     yield f"rehearsed trees, {rig.config.batch} at once", trees, all_at_once, everything
     if not exact:

@@ -36,7 +36,19 @@ def advice(*findings: Finding) -> list[str]:
 
 
 def found(scheme: str, batch: int, speedup: float, spread: float = 0.1) -> Finding:
-    return Finding(scheme, batch, speedup, speedup - spread, speedup + spread, 2.0, [0.7, 0.5], 3)
+    return Finding(
+        scheme,
+        batch,
+        speedup,
+        speedup - spread,
+        speedup + spread,
+        speedup,
+        80.0,
+        50.0,
+        2.0,
+        [0.7, 0.5],
+        3,
+    )
 
 
 def test_the_best_scheme_with_flags_that_can_be_pasted():
@@ -145,7 +157,7 @@ def test_a_roofline_has_its_two_sides(gpu):
 
 def test_a_prediction_knows_how_rarely_there_is_a_draft():
     """Lookup may be right whenever it finds something and still find next to nothing."""
-    seldom = Finding("prompt-lookup", 1, 1.0, 1.0, 1.0, 1.08, [0.6, 0.5], 2)
+    seldom = Finding("prompt-lookup", 1, 1.0, 1.0, 1.0, 1.0, 50.0, 50.0, 1.08, [0.6, 0.5], 2)
     assert seldom.share == pytest.approx(0.08 / 0.9)
     assert replace(seldom, tau=1.9).share == pytest.approx(1)
     assert replace(seldom, acceptance=[]).share == 0
