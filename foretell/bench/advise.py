@@ -183,7 +183,7 @@ def _ratios(found: Measurement, scheme: str) -> list[float]:
     to fill a batch counts once: its answers are alike, and would make the interval too narrow."""
     plain, own = (speeds([a for a in found.answers if a.arm == arm]) for arm in (PLAIN, scheme))
     ratios: dict[str, list[float]] = {}
-    for name in plain.keys() & own.keys():
+    for name in (name for name in plain if name in own):
         whole = name.rpartition(".")[0]  # see `_at_once`
         ratios.setdefault(whole, []).append(own[name] / plain[name])
     return [statistics.median(each) for each in ratios.values()]

@@ -120,6 +120,7 @@ def run_parts(rig: Rig, conversations: list[Conversation]) -> Iterator[Part]:
         accepted = self_acceptance(rig, own, advance)
     yield accepted
     some = [pair for pair in answers if not pair[0].params.grammar]
+    some = some[::2] if config.crossed else some
     with progress_bar("KV audit", 2 * len(engines) * len(some), lines=True) as advance:
         audited = audit(rig, engines, some, advance)
     yield audited

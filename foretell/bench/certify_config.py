@@ -15,11 +15,11 @@ class CertifyConfig:
         ValueError: a value is out of range; the message says what is legal.
     """
 
-    max_tokens: int = 64
+    max_tokens: int = 48
     """Longest answer in tokens."""
     limit: int = 12
     """Prompts, evenly spaced over the categories of the workload."""
-    samples: int = 2000
+    samples: int = 1500
     """Answers of each distribution test."""
     batch: int = 16
     """Most answers at once; one and a quarter of it are tried too."""
@@ -41,7 +41,7 @@ class CertifyConfig:
             self,
             max_tokens=min(24, self.max_tokens),
             limit=min(3, self.limit),
-            samples=min(300, self.samples),
+            samples=min(200, self.samples),
             batch=min(4, self.batch),
             crossed=False,
         )

@@ -90,6 +90,14 @@ def bench(
     if not measurement.answers:
         raise KeyboardInterrupt  # before the first was whole
     lines = summarize(measurement, arms)
+    if as_markdown:
+        say(console, markdown(lines))
+    else:
+        show_tables(lines, console)
+        say(console, histogram(lines))
+    broken = broken_promises(measurement, arms)
+    for note in _notes(measurement.skipped, measurement.complete, broken, llms):
+        say(console, note)
     more = measurement.complete
     swept = sweep(arms, conversations, config, room) if break_even and more else {}
     facts = {
@@ -107,15 +115,6 @@ def bench(
         steps = record(arms, ids, config.seed, config.temperature) if more else {}
         about = facts | {"model": Path(engine.model).name, "weights": engine.weights}
         write_whole(report, report_page(lines, measurement, swept, steps, about).encode())
-
-    if as_markdown:
-        say(console, markdown(lines))
-    else:
-        show_tables(lines, console)
-        say(console, histogram(lines))
-    broken = broken_promises(measurement, arms)
-    for note in _notes(measurement.skipped, measurement.complete, broken, llms):
-        say(console, note)
     return not broken
 
 
