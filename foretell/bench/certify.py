@@ -19,7 +19,7 @@ from foretell.bench.report import say
 from foretell.bench.run import check_writable
 from foretell.bench.workloads import Conversation, by_category, default_workload, read_workload
 from foretell.config import EngineConfig
-from foretell.drafters import check
+from foretell.drafters import check, expand
 from foretell.files import sha256, write_whole
 from foretell.models.loader import load
 from foretell.progress import progress_bar
@@ -66,7 +66,7 @@ def certify(
             check_writable(path)
     conversations = read_workload(prompts) if prompts else default_workload()
     target = load(engine.model, engine.weights, max_model_len=engine.max_model_len)
-    rig = Rig(engine, target, config)
+    rig = Rig(engine.with_(speculation=expand(engine.speculation, target)), target, config)
     start = time.time()
     parts: list[Part] = []
     try:

@@ -92,9 +92,12 @@ class Rig:
 
     @property
     def speculation(self) -> SpeculationConfig:
-        """The scheme, always drafting: what pays is no matter here."""
-        assert self.engine.speculation is not None
-        return replace(self.engine.speculation, adaptive=False, also=())
+        """The scheme, always drafting: what pays is no matter here. Of several the last one: before
+        it comes the lookup, which has the least to get wrong."""
+        first = self.engine.speculation
+        assert first is not None
+        rule = {"verification": first.verification, "threshold": first.threshold}
+        return replace((first, *first.also)[-1], adaptive=False, also=(), **rule)
 
     def make(self, speculation: SpeculationConfig | str | None, slots: int, **changes: Any) -> LLM:
         """An engine with so many slots."""

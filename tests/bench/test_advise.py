@@ -83,7 +83,6 @@ def test_flags_say_what_was_measured_with():
 def test_it_promises_what_the_bench_prints(tmp_path, monkeypatch):
     """Whole conversations, and the same numbers of them."""
     model, lines = rig.write_model(tmp_path / "m"), list[Line]()
-    monkeypatch.setenv("FORETELL_HOME", str(tmp_path / "home"))
     turns = [json.dumps({"id": f"c{i}", "turns": ["ab" * (i + 1), "cd"]}) for i in range(3)]
     (tmp_path / "own.jsonl").write_text("\n".join(turns))
 
@@ -148,7 +147,6 @@ def test_a_prompt_that_was_asked_again_to_fill_a_batch_counts_once():
 
 def test_no_advice_from_half_a_measurement_and_little_trust_in_one_prompt(tmp_path, monkeypatch):
     model = rig.write_model(tmp_path / "m")
-    monkeypatch.setenv("FORETELL_HOME", str(tmp_path / "home"))
     (tmp_path / "one.jsonl").write_text('{"prompt": "abcabcabc"}')
     page = Page()
 

@@ -110,6 +110,7 @@ def failed(found: dict) -> set[str]:
                 f"{DRAFT},verification=block",
                 "draft-model:weights=int4,depth=3,topk=3,nodes=10",
                 "prompt-lookup:k=6,ngram_min=1,patience=0",
+                f"prompt-lookup:k=6+{DRAFT}",
                 f"{heads.scheme('eagle-norms')},depth=3,topk=2,nodes=8",
                 f"{heads.scheme('medusa')},k=8",
             )
@@ -122,6 +123,8 @@ def test_a_sound_engine_passes(scheme, tmp_path):
     assert [part["name"] for part in found["parts"]] == PARTS
     assert "left out" not in printed
     assert all(part["counts"] for part in found["parts"])
+    has_kv = "draft-model" in scheme or "eagle" in scheme
+    assert ("draft cells" in found["parts"][-1]["counts"]) == has_kv
 
 
 def command(*arguments: str) -> int:
