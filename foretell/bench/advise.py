@@ -279,14 +279,12 @@ def _print(
 
 def _flags(engine: EngineConfig) -> str:
     """What was measured with, where it is no default."""
-    given = {"model": engine.model, "weights": engine.weights}
-    default = EngineConfig()
-    for name, value in engine.options("speculation").items():
-        if value != getattr(default, name):
-            given[name] = value
-    flags = (f" --{name.replace('_', '-')}" for name in given)
-    values = ("" if value is True else f" {shlex.quote(str(value))}" for value in given.values())
-    return "".join(map("".join, zip(flags, values, strict=True)))
+    given, default = {"model": engine.model, "weights": engine.weights}, EngineConfig()
+    given |= {n: v for n, v in engine.options("speculation").items() if v != getattr(default, n)}
+    return "".join(
+        f" --{name.replace('_', '-')}" + ("" if value is True else f" {shlex.quote(str(value))}")
+        for name, value in given.items()
+    )
 
 
 def _print_prediction(

@@ -15,7 +15,6 @@ from foretell.bench.certify_part import Part, Rig
 from foretell.bench.certify_same import num_ways, references, requests, same_text
 from foretell.bench.certify_state import audit, self_acceptance, self_requests
 from foretell.bench.environment import environment
-from foretell.bench.report import say
 from foretell.bench.run import check_writable
 from foretell.bench.workloads import Conversation, by_category, default_workload, read_workload
 from foretell.config import EngineConfig
@@ -69,13 +68,9 @@ def certify(
     rig = Rig(engine.with_(speculation=expand(engine.speculation, target)), target, config)
     start = time.time()
     parts: list[Part] = []
-    try:
-        for part in run_parts(rig, spread(conversations, config)):
-            parts.append(part)
-            print_part(part, console)
-    except KeyboardInterrupt:
-        say(console, f"NOT CERTIFIED: interrupted after {len(parts)} of 5 parts.", "bold red")
-        raise
+    for part in run_parts(rig, spread(conversations, config)):
+        parts.append(part)
+        print_part(part, console)
     about = identify(rig)
     if prompts is not None:
         about["files"] |= {f"prompts: {prompts.name}": sha256(prompts)}
@@ -99,17 +94,15 @@ def run_parts(rig: Rig, conversations: list[Conversation]) -> Iterator[Part]:
     config = rig.config
     prompts = encode(rig, conversations)
     asked = requests(prompts, config)
-    # Before anything long: a draft that cannot be loaded ends it here.
-    scheme = rig.make(rig.speculation, config.batch)
-    adaptive = rig.make(rig.engine.speculation, config.batch)
+    for llm in (rig.scheme, rig.adaptive):  # a draft that cannot be loaded ends it here
+        llm.engine.check()
     with progress_bar("plain decoding", len(asked), lines=True) as advance:
         answers = references(rig, asked, advance)
-    kept = [request.name for request, _ in answers]
-    left_out = [f"{r.name}: plain decoding cannot answer it" for r in asked if r.name not in kept]
-    long = [c.id for c in conversations if c.id not in prompts]
-    left_out += [f"{name}: no room for an answer in the context" for name in long]
+    left_out = len(asked) - len(answers)
     with progress_bar("same text", num_ways(rig) * len(answers), lines=True) as advance:
-        same, bits, engines = same_text(rig, answers, scheme, adaptive, left_out, advance)
+        same, bits, engines = same_text(rig, answers, left_out, advance)
+    if long := len(conversations) - len(prompts):
+        same.notes.append(f"{long} prompts were left out: no room for an answer in the context")
     yield same
     yield bits
     with progress_bar("same distribution", num_tests(rig) * config.samples, lines=True) as advance:

@@ -10,8 +10,9 @@ are, it fails. So a sound engine fails with a probability of at most ``ALARM**2`
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -148,23 +149,18 @@ class _Trial:
         greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
         answers = self.plain.generate(list(prompts.values()), greedy)
         rehearse(known, {(tuple(a.prompt_token_ids), None): a.token_ids for a in answers})
-        whole = self.rig.config.crossed
+        step = 1 if self.rig.config.crossed else 2
         arms = (
-            (own, str(rule), SETTINGS if whole else SETTINGS[::2]),
-            (known, f"{rule}, rehearsed", SETTINGS if whole else SETTINGS[1::2]),
+            (own, rule, SETTINGS[::step]),
+            (known, f"{rule}, rehearsed", SETTINGS[step - 1 :: step]),
         )
         for llm, kind, settings in arms:
-            order = deque(prompts.items())
+            turn = cycle(prompts.items())
             for setting in settings:
-                for _ in prompts:
-                    name, ids = order[0]
-                    order.rotate(-1)
-                    if self.test(f"{name}, {kind}", llm, ids, setting):
-                        break
-                else:
+                some = islice(turn, len(prompts))
+                if not any(self.test(f"{name}, {kind}", llm, ids, setting) for name, ids in some):
                     self.part.notes.append(
-                        f"{kind}, {setting.name}: not tested; too little is drafted behind the "
-                        "first token of these prompts"
+                        f"{kind}, {setting.name}: not tested, too little is drafted so early"
                     )
             check_drafter(self.part, llm, 1)
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from foretell.bench.certify_config import CertifyConfig
@@ -105,6 +106,16 @@ class Rig:
         limits = {"max_num_seqs": slots, "max_num_batched_tokens": rows}
         options: dict[str, Any] = self.engine.options("model", "speculation") | limits | changes
         return LLM(self.target, speculation=speculation, **options)
+
+    @cached_property
+    def scheme(self) -> LLM:
+        """Always drafting."""
+        return self.make(self.speculation, self.config.batch)
+
+    @cached_property
+    def adaptive(self) -> LLM:
+        """As configured: drafting only where that pays, and with all schemes."""
+        return self.make(self.engine.speculation, self.config.batch)
 
     def plain_alone(self) -> LLM:
         """The reference: no drafter, one request at a time, nothing shared."""

@@ -89,19 +89,9 @@ def _biased(params: SamplingParams, greedy: Result) -> SamplingParams:
 
 
 def same_text(
-    rig: Rig,
-    answers: list[tuple[Request, Result]],
-    scheme: LLM,
-    adaptive: LLM,
-    left_out: list[str],
-    advance: Advance,
+    rig: Rig, answers: list[tuple[Request, Result]], left_out: int, advance: Advance
 ) -> tuple[Part, Part, list[LLM]]:
     """Asks everything again in each way and compares.
-
-    Args:
-        scheme: always drafting.
-        adaptive: as configured.
-        left_out: what could not be asked.
 
     Returns:
         The part about tokens, the part about bits, and the engines that always drafted.
@@ -115,7 +105,8 @@ def same_text(
         "same bits",
         "the target's log-probabilities are those of plain decoding to the last bit",
     )
-    part.notes.extend(f"left out: {what}" for what in left_out)
+    if left_out:
+        part.notes.append(f"{left_out} requests were left out: plain decoding cannot answer them")
     if not answers:
         part.fail("no request could be answered")
         return part, bits, []
@@ -129,8 +120,7 @@ def same_text(
             "seed: sampled requests are compared under coupled verification"
         )
     with guarded(part):
-        llms = scheme, adaptive, trees
-        for name, llm, run, own in _ways(rig, llms, exact, answers, comparable):
+        for name, llm, run, own in _ways(rig, trees, exact, answers, comparable):
             before = llm.engine.metrics.drafted
             got = run(llm, [request for request, _ in own], advance)
             part.count("answers", len(own))
@@ -141,7 +131,7 @@ def same_text(
                 part.count("accepted", sum(r.stats.accepted for r in got))
                 may_rest = name.startswith(ADAPTIVE)
                 check_drafter(part, llm, 1 if may_rest else llm.engine.metrics.drafted)
-    return part, bits, [scheme, trees]
+    return part, bits, [rig.scheme, trees]
 
 
 def rehearsed(rig: Rig, answers: list[tuple[Request, Result]]) -> LLM:
@@ -162,13 +152,12 @@ Way = tuple[str, LLM, Run, SequenceOf[tuple[Request, Result]]]
 
 def _ways(
     rig: Rig,
-    llms: tuple[LLM, LLM, LLM],
+    trees: LLM,
     exact: bool,
     everything: list[tuple[Request, Result]],
     comparable: list[tuple[Request, Result]],
 ) -> Iterator[Way]:
-    scheme, adaptive, trees = llms
-    plain = rig.make(None, rig.config.batch)
+    plain, scheme = rig.make(None, rig.config.batch), rig.scheme
     some = max(2, rig.config.batch // 4)
     together = partial(all_at_once, speculate=False)
     yield f"{PLAIN}, {rig.config.batch} at once", plain, together, everything
@@ -177,7 +166,7 @@ def _ways(
     yield "alone, streamed", scheme, streamed, alone
     yield f"{some} at once", scheme, partial(in_groups, size=some), comparable
     yield f"{rig.config.batch} at once", scheme, all_at_once, comparable
-    yield f"{ADAPTIVE}, {rig.config.batch} at once", adaptive, all_at_once, comparable
+    yield f"{ADAPTIVE}, {rig.config.batch} at once", rig.adaptive, all_at_once, comparable
     yield f"rehearsed trees, {rig.config.batch} at once", trees, all_at_once, everything
     if not exact:
         coupled = replace(rig.speculation, verification="coupled")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from foretell.llm import LLM
 from foretell.progress import Advance
 from foretell.sequence import SamplingParams, Sequence
 
+Rebuilt = tuple[list[int], dict[str, Tensor]]
+"""A text that was computed in one go, alone, and its KV by layer group, see `_cells`."""
 _COPIES = 2
 """The audit asks everything twice: the second time prompts come out of the prefix cache."""
 
@@ -76,8 +78,7 @@ def audit(
         clean = rig.make(rig.speculation, 1, prefix_caching=False)
         for at in range(0, len(answers), rig.config.batch):
             group = answers[at : at + rig.config.batch]
-            texts = [[*request.ids, *result.token_ids] for request, result in group]
-            rebuilt = [_rebuild(clean, text) for text in texts]
+            rebuilt = [_rebuild(clean, [*asked.ids, *said.token_ids]) for asked, said in group]
             for llm in [*engines] * _COPIES:
                 _check_kv(part, rig, llm, clean, [r for r, _ in group], rebuilt)
                 advance(len(group))
@@ -94,9 +95,9 @@ def _check_kv(
     half = _under_way(llm, asked, rig.config.max_tokens // 2)
     for request, sequence, whole in zip(asked, half, rebuilt, strict=True):
         if not sequence.finished:
-            if whole.tokens[: len(sequence.tokens)] != sequence.tokens:  # beyond its end, say
+            if whole[0][: len(sequence.tokens)] != sequence.tokens:  # beyond its end, say
                 whole = _rebuild(clean, list(sequence.tokens))
-            _compare(part, llm, request, sequence, whole)
+            _compare(part, llm, request, sequence, whole[1])
             part.count("requests")
     leave(llm, half)
 
@@ -119,25 +120,18 @@ def _under_way(llm: LLM, asked: list[Request], least: int) -> list[Sequence]:
     return sequences
 
 
-@dataclass(frozen=True)
-class Rebuilt:
-    """KV of a text that was computed in one go, alone."""
-
-    tokens: list[int]
-    cells: dict[str, Tensor]
-    """By layer group, see `_cells`."""
-
-
 def _rebuild(clean: LLM, tokens: list[int]) -> Rebuilt:
     # With room for more than its first token, or it would have ended and let its pages go.
     again = Request("", "", tokens, SamplingParams(max_tokens=8))
     (copy,) = _under_way(clean, [again], 1)
     cells = {group: _cells(clean, group, copy, len(tokens)) for group in _layers(clean)}
     leave(clean, [copy])
-    return Rebuilt(tokens, cells)
+    return tokens, cells
 
 
-def _compare(part: Part, llm: LLM, request: Request, sequence: Sequence, whole: Rebuilt) -> None:
+def _compare(
+    part: Part, llm: LLM, request: Request, sequence: Sequence, whole: dict[str, Tensor]
+) -> None:
     """Every cell that is final, of every layer."""
     assert sequence.num_computed < len(sequence.tokens)
     for group in _layers(llm):
@@ -146,7 +140,7 @@ def _compare(part: Part, llm: LLM, request: Request, sequence: Sequence, whole: 
             count = min(count, llm.engine.drafter.needs.max_positions or count)
             if not sequence.speculate:  # the drafter failed and no longer watches
                 continue
-        mine, theirs = _cells(llm, group, sequence, count), whole.cells[group][:, :count]
+        mine, theirs = _cells(llm, group, sequence, count), whole[group][:, :count]
         part.count(f"{group} cells", count)
         if not torch.equal(mine, theirs):
             wrong = (mine != theirs).flatten(2).any(2)  # [2 * layers, count]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -32,16 +29,6 @@ TraceFile = Annotated[
         "FILE", "Write each step and its phases as trace events, for ui.perfetto.dev.", "--trace"
     ),
 ]
-
-
-@contextmanager
-def _stopped_gently() -> Iterator[None]:
-    """SIGTERM does what Ctrl-C does: what was measured is kept."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _say_wrote(*paths: Path | None) -> None:
@@ -79,11 +66,10 @@ def bench(
     get_model(engine.model)
     from foretell.bench.command import bench as measure
 
-    with _stopped_gently():
-        same_text = measure(
-            speculation or (), config, engine, prompts=prompts, limit=limit, json=json_file,
-            as_markdown=markdown, trace=trace, report=report, break_even=break_even,
-        )  # fmt: skip
+    same_text = measure(
+        speculation or (), config, engine, prompts=prompts, limit=limit, json=json_file,
+        as_markdown=markdown, trace=trace, report=report, break_even=break_even,
+    )  # fmt: skip
     _say_wrote(json_file, trace, report)
     if not same_text:
         raise typer.Exit(1)
@@ -112,8 +98,7 @@ def certify(
     from foretell.bench.certify import certify as prove
 
     config = config.quick() if quick else config
-    with _stopped_gently():
-        holds = prove(engine, config, prompts=prompts, json=json_file, html=html)
+    holds = prove(engine, config, prompts=prompts, json=json_file, html=html)
     _say_wrote(json_file, html)
     if not holds:
         raise typer.Exit(1)
@@ -155,8 +140,7 @@ def advise(
     get_model(engine.model)
     from foretell.bench import advise as advisor
 
-    with _stopped_gently():
-        advisor.advise(
-            speculation or (), config, engine, prompts=prompts, sample=sample,
-            batches=sorted(set(batch or advisor.BATCHES)), predict=hardware,
-        )  # fmt: skip
+    advisor.advise(
+        speculation or (), config, engine, prompts=prompts, sample=sample,
+        batches=sorted(set(batch or advisor.BATCHES)), predict=hardware,
+    )  # fmt: skip
