@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -321,5 +322,7 @@ def _complain(message: str, status: int) -> int:
 
 
 def entry() -> None:
-    """The `foretell` command."""
+    """The `foretell` command. SIGTERM does what Ctrl-C does: what was measured is kept, no file is
+    left half. Servers and training have their own handlers."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))

@@ -7,7 +7,7 @@ import secrets
 import threading
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,7 @@ from foretell.engine.build import build_engine
 from foretell.engine.detokenize import Detokenizer
 from foretell.models.grammar import Grammars
 from foretell.models.loader import LoadedModel
-from foretell.progress import progress_bar
+from foretell.progress import Advance, progress_bar
 from foretell.prompts import (
     as_conversation,
     as_conversations,
@@ -100,7 +100,7 @@ class LLM:
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         *,
         speculate: bool = True,
-        progress: bool = False,
+        progress: bool | Advance = False,
     ) -> list[Result]:
         """Answers prompts, as text or token ids, all at once.
 
@@ -108,7 +108,8 @@ class LLM:
             prompts: one or many.
             params: one for all, or one for each prompt; `params()` if None.
             speculate: False decodes plainly, whatever the engine's scheme.
-            progress: show a bar on the terminal if it takes over two seconds.
+            progress: show a bar on the terminal if it takes over two seconds; or who is told how
+                many more answers are done.
 
         Returns:
             Answers in the order of the prompts, n for each.
@@ -244,8 +245,11 @@ class LLM:
             out.append(sequence)
         return out
 
-    def _run(self, sequences: list[Sequence], progress: bool) -> list[Result]:
-        bar = progress_bar("answers", len(sequences), shown=progress)
+    def _run(self, sequences: list[Sequence], progress: bool | Advance) -> list[Result]:
+        if isinstance(progress, bool):
+            bar = progress_bar("answers", len(sequences), shown=progress)
+        else:
+            bar = nullcontext(progress)
         with self._flight(sequences), bar as advance:
             done = 0
             while done < len(sequences):

@@ -26,10 +26,14 @@ def progress_bar(
 
     Args:
         done: what was done before, which says nothing about how long the rest takes.
-        lines: where stderr is no terminal, a line now and then, for what takes hours.
+        lines: where stderr is no terminal, a line every half minute and one in the end.
     """
+    start = time.monotonic()
     if not shown or not sys.stderr.isatty():
         yield _lines(label, total, done) if shown and lines else lambda count, note="": None
+        took = time.monotonic() - start
+        if shown and lines and took > 2:
+            print(f"{label}: done in {took / 60:.1f} min", file=sys.stderr, flush=True)
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -39,7 +43,6 @@ def progress_bar(
     note_column = TextColumn("{task.fields[note]}")
     bar = Progress(*columns, note_column, console=Console(stderr=True), transient=True)
     task = bar.add_task(label, total=total, completed=done, note="")
-    start = time.monotonic()
 
     def advance(count: float, note: str = "") -> None:
         if not bar.live.is_started and time.monotonic() - start > 2:

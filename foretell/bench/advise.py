@@ -2,9 +2,9 @@
 
 Everything is measured on a sample of the prompts, as `foretell bench` does: plain decoding and each
 scheme with its controller take turns; what is accepted by depth comes from drafts of fixed length,
-which are made at the first load only. The speed-up that is promised is the bench's own, the median
-over conversations of each one's ratio; its interval is a bootstrap over conversations. For other
-hardware the acceptance that was measured goes through a roofline (`foretell.bench.roofline`).
+which are made at the first load only. What is promised is what the bench prints for the same
+prompts; the interval of the speed-up is a bootstrap over conversations. For other hardware the
+acceptance that was measured goes through a roofline (`foretell.bench.roofline`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rich.console import Console
 
 from foretell.bench.arms import open_llms, parse_scheme
 from foretell.bench.command import DEFAULT_SCHEMES
-from foretell.bench.report import Line, percentile, summarize
+from foretell.bench.report import Line, percentile, speeds, summarize
 from foretell.bench.report import say as tell
 from foretell.bench.roofline import Roofline
 from foretell.bench.run import PLAIN, Arm, BenchConfig, Measurement, measure
@@ -55,6 +55,11 @@ class Finding:
     low: float
     """Of a 90% interval."""
     high: float
+    end_to_end: float
+    """Prefill included."""
+    speed: float
+    """Tokens per second of one conversation, as plain decoding's."""
+    plain_speed: float
     tau: float
     """Of drafts that are always made, as is the acceptance."""
     acceptance: list[float]
@@ -105,17 +110,22 @@ def advise(
     context = 0
     for batch in batches:
         asked = _at_once(conversations, batch)
-        with progress_bar(f"{batch} at once", len(asked)) as advance:
+        turns = sum(len(c.turns) for c in asked)
+        with progress_bar(f"{batch} at once", turns, lines=True) as advance:
             both = arms if drafts else [plain, *every]
             found = measure(both, asked, replace(config, batch=batch), room, advance)
         if not found.complete:
-            raise KeyboardInterrupt  # advice from half a measurement is none
+            if not findings:
+                raise KeyboardInterrupt  # advice from half a measurement is none
+            console.print(f"Interrupted: not tried with {batch} at once and more.\n")
+            break
         lines = {line.scheme: line for line in summarize(found, both) if line.category == "all"}
         drafts = drafts or {text: lines.get(text + _ALWAYS, lines[text]) for text in own}
         lengths = [a.num_prompt_tokens + a.num_tokens // 2 for a in found.answers]
         context = round(statistics.fmean(lengths))
         for text in own:
-            findings.append(_finding(text, batch, drafts[text], found, llms[text], context))
+            depth = _depth(llms[text], drafts[text].acceptance, batch, context)
+            findings.append(_finding(lines[text], drafts[text], batch, depth, found))
     _print(console, findings, config, engine, prompts)
     if len(conversations) < FEW:
         console.print(f"\nOnly {len(conversations)} prompts: the intervals say little.")
@@ -125,11 +135,10 @@ def advise(
 
 
 def _sample(conversations: list[Conversation], count: int) -> list[Conversation]:
-    """First turns, evenly over the file, all of one category."""
+    """Evenly over the file, all of one category."""
     if count < 1:
         raise ValueError(f"sample={count}: must be 1 or more conversations")
-    whole = [replace(c, category="all", turns=c.turns[:1]) for c in conversations]
-    return pick(whole, count)
+    return pick([replace(c, category="all") for c in conversations], count)
 
 
 def _at_once(conversations: list[Conversation], batch: int) -> list[Conversation]:
@@ -155,28 +164,28 @@ def _schemes(
     }
 
 
-def _finding(
-    text: str, batch: int, line: Line, found: Measurement, llm: LLM, context: int
-) -> Finding:
-    ratios = _ratios(found, text)
+def _finding(line: Line, drafts: Line, batch: int, depth: int, found: Measurement) -> Finding:
+    """
+    Args:
+        line: what was measured of the scheme as it is.
+        drafts: of drafts that are always made.
+    """
+    ratios = _ratios(found, line.scheme)
     low, high = bootstrap(ratios)
-    depth = _depth(llm, line.acceptance, batch, context)
-    speedup = statistics.median(ratios) if ratios else 0.0
-    return Finding(text, batch, speedup, low, high, line.tau, line.acceptance, depth)
+    return Finding(
+        line.scheme, batch, statistics.median(ratios) if ratios else 0.0, low, high,
+        line.end_to_end, line.speed, line.plain_speed, drafts.tau, drafts.acceptance, depth,
+    )  # fmt: skip
 
 
 def _ratios(found: Measurement, scheme: str) -> list[float]:
     """Each conversation's decoding speed over plain decoding's. One that was asked several times
     to fill a batch counts once: its answers are alike, and would make the interval too narrow."""
-    speeds: dict[tuple[str, str], float] = {}
-    for answer in found.answers:
-        if sum(answer.gaps) > 0:
-            speeds[answer.arm, answer.id] = len(answer.gaps) / sum(answer.gaps)
+    plain, own = (speeds([a for a in found.answers if a.arm == arm]) for arm in (PLAIN, scheme))
     ratios: dict[str, list[float]] = {}
-    for (arm, name), speed in speeds.items():
-        if arm == scheme and (PLAIN, name) in speeds:
-            whole = name.rpartition(".")[0]  # see `_at_once`
-            ratios.setdefault(whole, []).append(speed / speeds[PLAIN, name])
+    for name in (name for name in plain if name in own):
+        whole = name.rpartition(".")[0]  # see `_at_once`
+        ratios.setdefault(whole, []).append(own[name] / plain[name])
     return [statistics.median(each) for each in ratios.values()]
 
 
@@ -217,16 +226,19 @@ def _print(
     prompts: Path | None,
 ) -> None:
     say = partial(tell, console)
-    say(f"{'at once':>7}  {'speed-up':>8}  {'90%':>11}  {'tau':>4}  {'depth':>5}  scheme")
+    say(
+        f"{'at once':>7}  {'speed-up':>8}  {'90%':>9}  {'end to end':>10}  {'tok/s':>6}  "
+        f"{'plain':>6}  {'tau':>4}  {'depth':>5}  scheme"
+    )
     for f in findings:
-        interval = f"{f.low:.2f}-{f.high:.2f}"
         say(
-            f"{f.batch:7}  {f.speedup:7.2f}x  {interval:>11}  {f.tau:4.2f}  {f.depth:5}  {f.scheme}"
+            f"{f.batch:7}  {f.speedup:7.2f}x  {f.low:.2f}-{f.high:.2f}  {f.end_to_end:9.2f}x  "
+            f"{f.speed:6.1f}  {f.plain_speed:6.1f}  {f.tau:4.2f}  {f.depth:5}  {f.scheme}"
         )
     say(
-        "speed-up: with what is configured; 90%: where it lies for other prompts; tau: tokens a "
-        "target pass with drafts always made; depth: draft tokens that pay most at that load by "
-        "what steps cost here, 0: none do"
+        "speed-up, end to end, tok/s, plain: as foretell bench measures them; 90%: where the "
+        "speed-up lies for other prompts; tau: tokens a target pass with drafts always made; "
+        "depth: draft tokens that pay most at that load by what steps cost here, 0: none do"
     )
     first = findings[0].batch
     # What surely pays goes before what may pay more.
@@ -251,17 +263,27 @@ def _print(
         return
     pays = [f.batch for f in findings if f.scheme == best.scheme and f.low >= WORTH]
     upto = max(pays)
-    flags = f"--model {shlex.quote(engine.model)} --weights {engine.weights} "
-    flags += f"--speculation {shlex.quote(best.scheme)}"
+    flags = f"--speculation {shlex.quote(best.scheme)}{_flags(engine)}"
     say(
         f"\nUse {best.scheme}: {best.speedup:.2f}x ({best.low:.2f}-{best.high:.2f}) at {first} at "
         f"once. It pays up to {upto} at once of those tried; above, its controller turns it off."
     )
     say(f"\n  foretell serve {flags}")
     check_with = f"--prompts {shlex.quote(str(prompts))} " if prompts else ""
+    check_with += f"--batch {first} " if first > 1 else ""
     say(
         f"  foretell bench {flags} {check_with}--max-tokens {config.max_tokens} "
         f"--temperature {config.temperature:g}    # to see for yourself"
+    )
+
+
+def _flags(engine: EngineConfig) -> str:
+    """What was measured with, where it is no default."""
+    given, default = {"model": engine.model, "weights": engine.weights}, EngineConfig()
+    given |= {n: v for n, v in engine.options("speculation").items() if v != getattr(default, n)}
+    return "".join(
+        f" --{name.replace('_', '-')}" + ("" if value is True else f" {shlex.quote(str(value))}")
+        for name, value in given.items()
     )
 
 

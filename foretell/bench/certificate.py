@@ -16,7 +16,7 @@ from foretell.bench.environment import told
 from foretell.bench.page import render
 from foretell.bench.report import say
 from foretell.files import sha256
-from foretell.models.hub import resolve
+from foretell.models.hub import packaged_head, resolve
 from foretell.progress import progress_bar
 
 _WEIGHTS = ("*.safetensors", "*.gguf", "*.bin", "*.pt", "config.json", "tokenizer.json")
@@ -60,18 +60,22 @@ def identify(rig: Rig) -> dict[str, Any]:
     """Names, formats and digests of what is certified; no folders."""
     speculation = rig.speculation
     options = {k: Path(v).name if k == "model" else v for k, v in speculation.options.items()}
-    assert rig.engine.speculation is not None
-    also = "+".join(scheme.method for scheme in rig.engine.speculation.also)
+    first = rig.engine.speculation
+    assert first is not None
+    methods = [scheme.method for scheme in (first, *first.also)]
     shown = {"k": speculation.k, "verification": speculation.verification} | options
-    shown |= {"also": also} if also else {}
+    if first.also:  # the others draft as configured only
+        shown |= {"always drafting": speculation.method}
     files = {"target": rig.target.path}
     if given := speculation.options.get("model"):
         files["draft"] = resolve(given, head=True)
+    elif packaged := packaged_head(speculation.method, rig.target.config.sizes):
+        files["draft"] = packaged
     limits = ("max_model_len", "max_num_batched_tokens", "page_size", "kv_memory", "threads")
     return {
         "model": Path(rig.engine.model).name,
         "weights": rig.target.weights,
-        "scheme": speculation.method,
+        "scheme": "+".join(methods),
         "settings": shown,
         "engine": {name: getattr(rig.engine, name) for name in limits},
         "files": {
@@ -93,18 +97,21 @@ def digests(path: Path) -> dict[Path, str]:
     return out
 
 
+def print_part(part: Part, console: Console) -> None:
+    """One line, and what is wrong below it."""
+    counts = ", ".join(f"{number:,} {name}" for name, number in part.counts.items())
+    say(console, f"{'pass' if part.passed else 'FAIL'}  {part.name}: {counts}",
+        None if part.passed else "bold red")  # fmt: skip
+    for line in part.findings:
+        say(console, f"      {line}")
+    if part.more:
+        say(console, f"      and {part.more} more")
+    for line in part.notes:
+        say(console, f"      note: {line}")
+
+
 def print_verdict(certificate: Certificate, console: Console) -> None:
-    """A line for each part, what is wrong below it, and the verdict."""
-    for part in certificate.parts:
-        counts = ", ".join(f"{number:,} {name}" for name, number in part.counts.items())
-        say(console, f"{'pass' if part.passed else 'FAIL'}  {part.name}: {counts}",
-            None if part.passed else "bold red")  # fmt: skip
-        for line in part.findings:
-            say(console, f"      {line}")
-        if part.more:
-            say(console, f"      and {part.more} more")
-        for line in part.notes:
-            say(console, f"      note: {line}")
+    """The last line."""
     about = certificate.about
     what = f"{about['scheme']} on {about['model']} ({about['weights']})"
     if certificate.passed:

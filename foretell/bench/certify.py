@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
 
-from foretell.bench.certificate import Certificate, identify, print_verdict
+from foretell.bench.certificate import Certificate, identify, print_part, print_verdict
 from foretell.bench.certify_config import CertifyConfig
 from foretell.bench.certify_law import num_tests, same_law
 from foretell.bench.certify_part import Part, Rig
@@ -17,7 +18,7 @@ from foretell.bench.environment import environment
 from foretell.bench.run import check_writable
 from foretell.bench.workloads import Conversation, by_category, default_workload, read_workload
 from foretell.config import EngineConfig
-from foretell.drafters import check
+from foretell.drafters import check, expand
 from foretell.files import sha256, write_whole
 from foretell.models.loader import load
 from foretell.progress import progress_bar
@@ -64,9 +65,12 @@ def certify(
             check_writable(path)
     conversations = read_workload(prompts) if prompts else default_workload()
     target = load(engine.model, engine.weights, max_model_len=engine.max_model_len)
-    rig = Rig(engine, target, config)
+    rig = Rig(engine.with_(speculation=expand(engine.speculation, target)), target, config)
     start = time.time()
-    parts = run_parts(rig, spread(conversations, config.limit))
+    parts: list[Part] = []
+    for part in run_parts(rig, spread(conversations, config)):
+        parts.append(part)
+        print_part(part, console)
     about = identify(rig)
     if prompts is not None:
         about["files"] |= {f"prompts: {prompts.name}": sha256(prompts)}
@@ -85,35 +89,46 @@ def certify(
     return certificate.passed
 
 
-def run_parts(rig: Rig, conversations: list[Conversation]) -> list[Part]:
+def run_parts(rig: Rig, conversations: list[Conversation]) -> Iterator[Part]:
     """Every part, one after the other."""
     config = rig.config
     prompts = encode(rig, conversations)
-    asked = requests(prompts, config.max_tokens, config.seed)
-    with progress_bar("plain decoding", len(asked)) as advance:
+    asked = requests(prompts, config)
+    for llm in (rig.scheme, rig.adaptive):  # a draft that cannot be loaded ends it here
+        llm.engine.check()
+    with progress_bar("plain decoding", len(asked), lines=True) as advance:
         answers = references(rig, asked, advance)
     left_out = len(asked) - len(answers)
-    with progress_bar("same text", num_ways(rig) * len(answers)) as advance:
+    with progress_bar("same text", num_ways(rig) * len(answers), lines=True) as advance:
         same, bits, engines = same_text(rig, answers, left_out, advance)
-    with progress_bar(
-        "same distribution", num_tests(rig, len(prompts)) * config.samples
-    ) as advance:
+    if long := len(conversations) - len(prompts):
+        same.notes.append(f"{long} prompts were left out: no room for an answer in the context")
+    yield same
+    yield bits
+    with progress_bar("same distribution", num_tests(rig) * config.samples, lines=True) as advance:
         law = same_law(rig, rig.make(None, config.batch), prompts, advance)
+    yield law
     own = self_requests(asked)
-    with progress_bar("acceptance 1.0", len(own)) as advance:
+    with progress_bar("acceptance 1.0", len(own), lines=True) as advance:
         accepted = self_acceptance(rig, own, advance)
-    some = [request for request, _ in answers if not request.params.grammar]
-    with progress_bar("KV audit", 2 * len(engines) * len(some)) as advance:
-        kept = audit(rig, engines, some, advance)
-    return [same, bits, law, accepted, kept]
+    yield accepted
+    some = [pair for pair in answers if not pair[0].params.grammar]
+    some = some[::2] if config.crossed else some
+    with progress_bar("KV audit", 2 * len(engines) * len(some), lines=True) as advance:
+        audited = audit(rig, engines, some, advance)
+    yield audited
 
 
-def spread(conversations: list[Conversation], limit: int) -> list[Conversation]:
-    """At most ``limit`` conversations: one of each category in turn, evenly spaced."""
+def spread(conversations: list[Conversation], config: CertifyConfig) -> list[Conversation]:
+    """At most ``limit`` conversations: one of each category in turn; where little is asked short
+    ones, but not the shortest alone, which give drafts nothing to work with."""
+    if not config.crossed:
+        conversations = sorted(conversations, key=lambda c: len(c.turns[0]))
     groups = list(by_category(conversations).values())
     most = max(len(group) for group in groups)
     order = [group[i] for i in range(most) for group in groups if i < len(group)]
-    return order[:limit]
+    few = order[: 2 * config.limit : 2]
+    return few if len(few) == config.limit and not config.crossed else order[: config.limit]
 
 
 def encode(rig: Rig, conversations: list[Conversation]) -> dict[str, list[int]]:

@@ -15,16 +15,18 @@ class CertifyConfig:
         ValueError: a value is out of range; the message says what is legal.
     """
 
-    max_tokens: int = 64
+    max_tokens: int = 48
     """Longest answer in tokens."""
     limit: int = 12
     """Prompts, evenly spaced over the categories of the workload."""
-    samples: int = 2000
+    samples: int = 1500
     """Answers of each distribution test."""
     batch: int = 16
     """Most answers at once; one and a quarter of it are tried too."""
     seed: int = 0
     """Another seed asks for other answers."""
+    crossed: bool = True
+    """Every prompt under every setting; else each setting once, the prompts in turn."""
 
     def __post_init__(self) -> None:
         check_range(self, 8, None, "max_tokens")
@@ -34,10 +36,12 @@ class CertifyConfig:
         check_range(self, 0, 2**32 - 1, "seed")
 
     def quick(self) -> CertifyConfig:
-        """A first look: a fifth of the work."""
+        """A first look: everything once."""
         return replace(
             self,
-            max_tokens=min(32, self.max_tokens),
-            limit=min(4, self.limit),
-            samples=min(400, self.samples),
+            max_tokens=min(24, self.max_tokens),
+            limit=min(3, self.limit),
+            samples=min(200, self.samples),
+            batch=min(4, self.batch),
+            crossed=False,
         )

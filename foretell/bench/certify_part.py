@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from foretell.bench.certify_config import CertifyConfig
 from foretell.config import EngineConfig, SpeculationConfig
 from foretell.llm import LLM
 from foretell.models.loader import LoadedModel
-from foretell.sequence import SamplingParams
+from foretell.sequence import SamplingParams, Sequence
 
 log = logging.getLogger("foretell")
 
 MOST_FINDINGS = 10
 """Of one part: what is wrong at all is wrong everywhere."""
-Progress = Callable[[int], None]
 
 
 @dataclass
@@ -93,9 +93,12 @@ class Rig:
 
     @property
     def speculation(self) -> SpeculationConfig:
-        """The scheme, always drafting: what pays is no matter here."""
-        assert self.engine.speculation is not None
-        return replace(self.engine.speculation, adaptive=False, also=())
+        """The scheme, always drafting: what pays is no matter here. Of several the last one: before
+        it comes the lookup, which has the least to get wrong."""
+        first = self.engine.speculation
+        assert first is not None
+        rule = {"verification": first.verification, "threshold": first.threshold}
+        return replace((first, *first.also)[-1], adaptive=False, also=(), **rule)
 
     def make(self, speculation: SpeculationConfig | str | None, slots: int, **changes: Any) -> LLM:
         """An engine with so many slots."""
@@ -104,9 +107,26 @@ class Rig:
         options: dict[str, Any] = self.engine.options("model", "speculation") | limits | changes
         return LLM(self.target, speculation=speculation, **options)
 
+    @cached_property
+    def scheme(self) -> LLM:
+        """Always drafting."""
+        return self.make(self.speculation, self.config.batch)
+
+    @cached_property
+    def adaptive(self) -> LLM:
+        """As configured: drafting only where that pays, and with all schemes."""
+        return self.make(self.engine.speculation, self.config.batch)
+
     def plain_alone(self) -> LLM:
         """The reference: no drafter, one request at a time, nothing shared."""
         return self.make(None, 1, prefix_caching=False)
+
+
+def leave(llm: LLM, sequences: list[Sequence]) -> None:
+    """Ends requests before they are done."""
+    for sequence in sequences:
+        llm.abort(sequence.request_id)
+    llm.engine.drain()
 
 
 @contextmanager

@@ -10,11 +10,13 @@ from functools import partial
 from typing import Any
 
 from foretell.answer import Result
-from foretell.bench.certify_part import Part, Progress, Request, Rig, check_drafter, guarded
+from foretell.bench.certify_config import CertifyConfig
+from foretell.bench.certify_part import Part, Request, Rig, check_drafter, guarded
 from foretell.bench.rehearsed import METHOD as REHEARSED
 from foretell.bench.rehearsed import Known, rehearse
 from foretell.bench.run import PLAIN, SAME_TEXT, first_difference
 from foretell.llm import LLM
+from foretell.progress import Advance
 from foretell.sequence import FinishReason, Logprob, SamplingParams
 
 JSON = (
@@ -48,18 +50,18 @@ def settings(max_tokens: int) -> dict[str, SamplingParams]:
     return {name: SamplingParams(**common, **kind) for name, kind in kinds.items()}
 
 
-def requests(prompts: dict[str, list[int]], max_tokens: int, seed: int) -> list[Request]:
-    """Every prompt under every setting; neighbours differ in their setting, so a batch holds all
-    kinds side by side."""
+def requests(prompts: dict[str, list[int]], config: CertifyConfig) -> list[Request]:
+    """Neighbours differ in their setting, so a batch holds all kinds side by side."""
     made: list[Request] = []
-    for name, ids in prompts.items():
-        for setting, params in settings(max_tokens).items():
-            own = replace(params, seed=seed + len(made))
-            made.append(Request(name, setting, ids, own))
+    for i, (name, ids) in enumerate(prompts.items()):
+        for j, (setting, params) in enumerate(settings(config.max_tokens).items()):
+            if config.crossed or j % len(prompts) == i:
+                own = replace(params, seed=config.seed + len(made))
+                made.append(Request(name, setting, ids, own))
     return made
 
 
-def references(rig: Rig, asked: list[Request], advance: Progress) -> list[tuple[Request, Result]]:
+def references(rig: Rig, asked: list[Request], advance: Advance) -> list[tuple[Request, Result]]:
     """Plain decoding's answer to each request, alone; what it cannot answer is left out."""
     llm, answers = rig.plain_alone(), list[tuple[Request, Result]]()
     greedy: Result | None = None
@@ -87,12 +89,12 @@ def _biased(params: SamplingParams, greedy: Result) -> SamplingParams:
 
 
 def same_text(
-    rig: Rig, answers: list[tuple[Request, Result]], left_out: int, advance: Progress
+    rig: Rig, answers: list[tuple[Request, Result]], left_out: int, advance: Advance
 ) -> tuple[Part, Part, list[LLM]]:
     """Asks everything again in each way and compares.
 
     Returns:
-        The part about tokens, the part about bits, and the engines that drafted.
+        The part about tokens, the part about bits, and the engines that always drafted.
     """
     part = Part(
         "same text",
@@ -108,31 +110,28 @@ def same_text(
     if not answers:
         part.fail("no request could be answered")
         return part, bits, []
-    batch, speculation = rig.config.batch, rig.speculation
-    scheme = rig.make(speculation, batch)
+    verification = rig.speculation.verification
+    exact = verification in SAME_TEXT
     trees = rehearsed(rig, answers)
-    plain = rig.make(None, batch)
-    exact = speculation.verification in SAME_TEXT
     comparable = [pair for pair in answers if exact or pair[0].params.greedy]
     if not exact:
         part.notes.append(
-            f"{speculation.verification} verification keeps the distribution and not the text of a "
+            f"{verification} verification keeps the distribution and not the text of a "
             "seed: sampled requests are compared under coupled verification"
         )
     with guarded(part):
-        for name, llm, run, own in _ways(rig, plain, scheme, trees, exact, answers, comparable):
+        for name, llm, run, own in _ways(rig, trees, exact, answers, comparable):
             before = llm.engine.metrics.drafted
-            got = run(llm, [request for request, _ in own])
+            got = run(llm, [request for request, _ in own], advance)
             part.count("answers", len(own))
             for (request, expected), answer in zip(own, got, strict=True):
                 _compare(part, bits, llm, name, request, expected, answer)
-                advance(1)
             if llm.engine.drafter:
                 part.count("drafted", llm.engine.metrics.drafted - before)
                 part.count("accepted", sum(r.stats.accepted for r in got))
                 may_rest = name.startswith(ADAPTIVE)
                 check_drafter(part, llm, 1 if may_rest else llm.engine.metrics.drafted)
-    return part, bits, [scheme, trees]
+    return part, bits, [rig.scheme, trees]
 
 
 def rehearsed(rig: Rig, answers: list[tuple[Request, Result]]) -> LLM:
@@ -140,33 +139,34 @@ def rehearsed(rig: Rig, answers: list[tuple[Request, Result]]) -> LLM:
     known: Known = {
         (tuple(request.ids), request.params.seed): result.token_ids for request, result in answers
     }
-    return rehearse(rig.make(REHEARSED, rig.config.batch), known)
+    return rehearse(rig.make(f"{REHEARSED},k=12", rig.config.batch), known)
 
 
 def num_ways(rig: Rig) -> int:
     return 6 if rig.speculation.verification in SAME_TEXT else 7
 
 
-Way = tuple[str, LLM, Callable[[LLM, list[Request]], Answers], SequenceOf[tuple[Request, Result]]]
+Run = Callable[[LLM, list[Request], Advance], Answers]
+Way = tuple[str, LLM, Run, SequenceOf[tuple[Request, Result]]]
 
 
 def _ways(
     rig: Rig,
-    plain: LLM,
-    scheme: LLM,
     trees: LLM,
     exact: bool,
     everything: list[tuple[Request, Result]],
     comparable: list[tuple[Request, Result]],
 ) -> Iterator[Way]:
+    plain, scheme = rig.make(None, rig.config.batch), rig.scheme
     some = max(2, rig.config.batch // 4)
     together = partial(all_at_once, speculate=False)
     yield f"{PLAIN}, {rig.config.batch} at once", plain, together, everything
-    yield "alone, streamed", scheme, streamed, comparable
-    yield f"{some} at once", scheme, lambda llm, own: in_groups(llm, own, some), comparable
+    # Every setting comes by, and one request at a time takes longest.
+    alone = comparable[::3] if rig.config.crossed else comparable
+    yield "alone, streamed", scheme, streamed, alone
+    yield f"{some} at once", scheme, partial(in_groups, size=some), comparable
     yield f"{rig.config.batch} at once", scheme, all_at_once, comparable
-    adaptive = rig.make(rig.engine.speculation, rig.config.batch)
-    yield f"{ADAPTIVE}, {rig.config.batch} at once", adaptive, all_at_once, comparable
+    yield f"{ADAPTIVE}, {rig.config.batch} at once", rig.adaptive, all_at_once, comparable
     yield f"rehearsed trees, {rig.config.batch} at once", trees, all_at_once, everything
     if not exact:
         coupled = replace(rig.speculation, verification="coupled")
@@ -174,21 +174,24 @@ def _ways(
         yield f"coupled, {rig.config.batch} at once", llm, all_at_once, everything
 
 
-def all_at_once(llm: LLM, asked: list[Request], speculate: bool = True) -> Answers:
+def all_at_once(
+    llm: LLM, asked: list[Request], advance: Advance, speculate: bool = True
+) -> Answers:
     """As many at once as there are slots; whoever ends makes room for the next."""
-    return llm.generate([r.ids for r in asked], [r.params for r in asked], speculate=speculate)
+    ids, params = [r.ids for r in asked], [r.params for r in asked]
+    return llm.generate(ids, params, speculate=speculate, progress=advance)
 
 
-def in_groups(llm: LLM, asked: list[Request], size: int) -> Answers:
+def in_groups(llm: LLM, asked: list[Request], advance: Advance, size: int) -> Answers:
     """Groups that begin together and end one by one."""
     return [
         result
         for at in range(0, len(asked), size)
-        for result in all_at_once(llm, asked[at : at + size])
+        for result in all_at_once(llm, asked[at : at + size], advance)
     ]
 
 
-def streamed(llm: LLM, asked: list[Request]) -> Answers:
+def streamed(llm: LLM, asked: list[Request], advance: Advance) -> Answers:
     """One at a time, token by token; the parts must add up to the answer."""
     answers: Answers = []
     for request in asked:
@@ -199,6 +202,7 @@ def streamed(llm: LLM, asked: list[Request]) -> Answers:
             result = delta.result or result
         assert result is not None
         answers.append(replace(result, token_ids=ids, text=text))
+        advance(1)
     return answers
 
 

@@ -7,15 +7,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from foretell.bench.certify_part import Part, Progress, Request, Rig, check_drafter, guarded
+from foretell.answer import Result
+from foretell.bench.certify_part import Part, Request, Rig, check_drafter, guarded, leave
 from foretell.llm import LLM
+from foretell.progress import Advance
 from foretell.sequence import SamplingParams, Sequence
 
+Rebuilt = tuple[list[int], dict[str, Tensor]]
+"""A text that was computed in one go, alone, and its KV by layer group, see `_cells`."""
 _COPIES = 2
 """The audit asks everything twice: the second time prompts come out of the prefix cache."""
 
 
-def self_acceptance(rig: Rig, asked: list[Request], advance: Progress) -> Part:
+def self_acceptance(rig: Rig, asked: list[Request], advance: Advance) -> Part:
     """A target that drafts for itself with the same weights must never be refused."""
     part = Part(
         "acceptance 1.0",
@@ -27,12 +31,11 @@ def self_acceptance(rig: Rig, asked: list[Request], advance: Progress) -> Part:
     return part
 
 
-def _check_acceptance(part: Part, rig: Rig, asked: list[Request], advance: Progress) -> None:
+def _check_acceptance(part: Part, rig: Rig, asked: list[Request], advance: Advance) -> None:
     own = f"draft-model:weights=target,adaptive=false,k={min(rig.speculation.k, 8)}"
     llm = rig.make(own, rig.config.batch)
-    for request, answer in zip(
-        asked, llm.generate([r.ids for r in asked], [r.params for r in asked]), strict=True
-    ):
+    ids, params = [r.ids for r in asked], [r.params for r in asked]
+    for request, answer in zip(asked, llm.generate(ids, params, progress=advance), strict=True):
         stats = answer.stats
         part.count("drafted", stats.drafted)
         part.count("accepted", stats.accepted)
@@ -41,7 +44,6 @@ def _check_acceptance(part: Part, rig: Rig, asked: list[Request], advance: Progr
                 f"{request.name}: {stats.accepted} of {stats.drafted} accepted; by position "
                 f"{stats.accepted_by_position} of {stats.drafted_by_position}"
             )
-        advance(1)
     check_drafter(part, llm, part.counts.get("drafted", 0))
     _check_pages(part, llm, "self-drafting")
 
@@ -58,11 +60,14 @@ def self_requests(asked: list[Request]) -> list[Request]:
     ]
 
 
-def audit(rig: Rig, engines: list[LLM], asked: list[Request], advance: Progress) -> Part:
+def audit(
+    rig: Rig, engines: list[LLM], answers: list[tuple[Request, Result]], advance: Advance
+) -> Part:
     """KV of requests that still run, against a clean rebuild of the same text; then the pages.
 
     Args:
         engines: those that answered everything before; nothing of that may be left in them.
+        answers: what is asked, and what was answered, which they should be about to say.
     """
     part = Part(
         "KV audit",
@@ -71,27 +76,30 @@ def audit(rig: Rig, engines: list[LLM], asked: list[Request], advance: Progress)
     )
     with guarded(part):
         clean = rig.make(rig.speculation, 1, prefix_caching=False)
+        for at in range(0, len(answers), rig.config.batch):
+            group = answers[at : at + rig.config.batch]
+            rebuilt = [_rebuild(clean, [*asked.ids, *said.token_ids]) for asked, said in group]
+            for llm in [*engines] * _COPIES:
+                _check_kv(part, rig, llm, clean, [r for r, _ in group], rebuilt)
+                advance(len(group))
         for llm in engines:
-            _check_kv(part, rig, llm, clean, asked, advance)
+            _check_pages(part, llm, "after everything")
         if not part.counts.get("requests"):
             part.fail("no answer was long enough to be looked at while it runs: other prompts")
     return part
 
 
 def _check_kv(
-    part: Part, rig: Rig, llm: LLM, clean: LLM, asked: list[Request], advance: Progress
+    part: Part, rig: Rig, llm: LLM, clean: LLM, asked: list[Request], rebuilt: list[Rebuilt]
 ) -> None:
-    for _ in range(_COPIES):
-        for at in range(0, len(asked), rig.config.batch):
-            group = asked[at : at + rig.config.batch]
-            half = _under_way(llm, group, rig.config.max_tokens // 2)
-            for request, sequence in zip(group, half, strict=True):
-                if not sequence.finished:
-                    _compare(part, llm, clean, request, sequence)
-                    part.count("requests")
-                advance(1)
-            llm.close()
-    _check_pages(part, llm, "after everything")
+    half = _under_way(llm, asked, rig.config.max_tokens // 2)
+    for request, sequence, whole in zip(asked, half, rebuilt, strict=True):
+        if not sequence.finished:
+            if whole[0][: len(sequence.tokens)] != sequence.tokens:  # beyond its end, say
+                whole = _rebuild(clean, list(sequence.tokens))
+            _compare(part, llm, request, sequence, whole[1])
+            part.count("requests")
+    leave(llm, half)
 
 
 def _under_way(llm: LLM, asked: list[Request], least: int) -> list[Sequence]:
@@ -112,19 +120,27 @@ def _under_way(llm: LLM, asked: list[Request], least: int) -> list[Sequence]:
     return sequences
 
 
-def _compare(part: Part, llm: LLM, clean: LLM, request: Request, sequence: Sequence) -> None:
+def _rebuild(clean: LLM, tokens: list[int]) -> Rebuilt:
+    # With room for more than its first token, or it would have ended and let its pages go.
+    again = Request("", "", tokens, SamplingParams(max_tokens=8))
+    (copy,) = _under_way(clean, [again], 1)
+    cells = {group: _cells(clean, group, copy, len(tokens)) for group in _layers(clean)}
+    leave(clean, [copy])
+    return tokens, cells
+
+
+def _compare(
+    part: Part, llm: LLM, request: Request, sequence: Sequence, whole: dict[str, Tensor]
+) -> None:
     """Every cell that is final, of every layer."""
     assert sequence.num_computed < len(sequence.tokens)
-    # With room for more than its first token, or it would have ended and let its pages go.
-    again = replace(request, ids=list(sequence.tokens), params=SamplingParams(max_tokens=8))
-    (copy,) = _under_way(clean, [again], 1)
     for group in _layers(llm):
         count = sequence.num_computed
         if group == "draft" and llm.engine.drafter:
             count = min(count, llm.engine.drafter.needs.max_positions or count)
             if not sequence.speculate:  # the drafter failed and no longer watches
                 continue
-        mine, theirs = _cells(llm, group, sequence, count), _cells(clean, group, copy, count)
+        mine, theirs = _cells(llm, group, sequence, count), whole[group][:, :count]
         part.count(f"{group} cells", count)
         if not torch.equal(mine, theirs):
             wrong = (mine != theirs).flatten(2).any(2)  # [2 * layers, count]
@@ -136,7 +152,6 @@ def _compare(part: Part, llm: LLM, clean: LLM, request: Request, sequence: Seque
                 f"{layer}, by up to {most:.3g}; the prompt has {len(request.ids)} tokens, "
                 f"{int(wrong.any(0).sum())} of {count} cells differ)"
             )
-    clean.close()
 
 
 def _layers(llm: LLM) -> list[str]:

@@ -77,7 +77,7 @@ def bench(
 
 @from_fields(
     EngineConfig, CertifyConfig,
-    without=("prefix_caching", "max_num_seqs"), speculation="prompt-lookup:k=8",
+    without=("prefix_caching", "max_num_seqs", "crossed"), speculation="prompt-lookup:k=8",
 )  # fmt: skip
 def certify(
     engine: EngineConfig,
@@ -85,7 +85,7 @@ def certify(
     prompts: Prompts = None,
     quick: Annotated[
         bool,
-        option("", "A first look: at most 4 prompts, 32 tokens and 400 answers a test.", "--quick"),
+        option("", "A first look: 3 prompts, each setting once, short answers.", "--quick"),
     ] = False,
     json_file: Json = None,
     html: Annotated[Path | None, option("FILE", "Write the certificate, one page of HTML.")] = None,

@@ -73,7 +73,7 @@ def bench(
     console = console or Console()
     parsed = {text: parse_scheme(text) for text in schemes or DEFAULT_SCHEMES}
     conversations = pick(read_workload(prompts) if prompts else default_workload(), limit)
-    for path in (json, report):
+    for path in (json, report, trace):
         if path is not None:
             check_writable(path)
     most = max(config.batch, max(BATCHES) if break_even else 0)
@@ -85,12 +85,21 @@ def bench(
 
     room = llms[0].engine.runtime.max_model_len
     turns = sum(len(conversation.turns) for conversation in conversations)
-    with _tracing(trace, arms), progress_bar("measuring", turns) as advance:
+    with _tracing(trace, arms), progress_bar("measuring", turns, lines=True) as advance:
         measurement = measure(arms, conversations, config, room, advance)
     if not measurement.answers:
         raise KeyboardInterrupt  # before the first was whole
     lines = summarize(measurement, arms)
-    swept = sweep(arms, conversations, config, room) if break_even else {}
+    if as_markdown:
+        say(console, markdown(lines))
+    else:
+        show_tables(lines, console)
+        say(console, histogram(lines))
+    broken = broken_promises(measurement, arms)
+    for note in _notes(measurement.skipped, measurement.complete, broken, llms):
+        say(console, note)
+    more = measurement.complete
+    swept = sweep(arms, conversations, config, room) if break_even and more else {}
     facts = {
         "environment": environment(),
         "bench": asdict(config) | {"prompts": str(prompts or "default"), "limit": limit},
@@ -102,18 +111,10 @@ def bench(
         write_json(json, measurement, facts)
     if report is not None:
         ids = llms[0].chat_prompt([{"role": "user", "content": conversations[0].turns[0]}])
-        steps = record(arms, ids, config.seed, config.temperature) if len(ids) + 96 < room else {}
+        more = more and len(ids) + 96 < room
+        steps = record(arms, ids, config.seed, config.temperature) if more else {}
         about = facts | {"model": Path(engine.model).name, "weights": engine.weights}
         write_whole(report, report_page(lines, measurement, swept, steps, about).encode())
-
-    if as_markdown:
-        say(console, markdown(lines))
-    else:
-        show_tables(lines, console)
-        say(console, histogram(lines))
-    broken = broken_promises(measurement, arms)
-    for note in _notes(measurement.skipped, measurement.complete, broken, llms):
-        say(console, note)
     return not broken
 
 
@@ -128,7 +129,7 @@ def sweep(
     turns = [c.turns[:1] for c in pick(conversations, 4)]
     some = [Conversation(str(i), "all", turns[i % len(turns)]) for i in range(max(BATCHES))]
     found: dict[int, dict[str, float]] = {}
-    with progress_bar("by batch", len(BATCHES) * len(some)) as advance:
+    with progress_bar("by batch", len(BATCHES) * len(some), lines=True) as advance:
         for batch in BATCHES:
             measurement = measure(arms, some, replace(config, batch=batch), room, advance)
             lines = summarize(measurement, arms)

@@ -94,6 +94,7 @@ def line_chart(
     *,
     low: float | None = None,
     percent: bool = False,
+    doubling: bool = False,
 ) -> Markup:
     """Lines through points (x, y). One that is not finite interrupts its line.
 
@@ -102,15 +103,23 @@ def line_chart(
         x, y: what the axes say.
         low: where the y axis begins; by default as the points need.
         percent: y is a share from 0 to 1, written as per cent.
+        doubling: x is logarithmic, with a tick at each point.
     """
+    if doubling:
+        series = {name: [(math.log2(px), py) for px, py in own] for name, own in series.items()}
     shown = {name: _pieces(points) for name, points in series.items()}
     finite = [p for pieces in shown.values() for piece in pieces for p in piece]
     if not finite:
         return _empty(title)
-    across = _ticks(min(p[0] for p in finite), max(p[0] for p in finite), tight=True)
+    each = sorted({p[0] for p in finite})
+    across = _ticks(each[0], each[-1], tight=True)
+    if doubling and len(each) > 1:
+        across = [each[0], *each, each[-1]]
     heights = [0.0, 1.0] if percent else [p[1] for p in finite]
     up = _ticks(min(heights) if low is None else low, max(heights))
-    frame = _Frame(title, across, up, list(shown), x, y, percent=percent, dashed=True)
+    frame = _Frame(
+        title, across, up, list(shown), x, y, percent=percent, dashed=True, doubling=doubling
+    )
     for i, (name, pieces) in enumerate(shown.items()):
         path = " ".join(
             "M" + "L".join(f"{frame.at_x(px):.1f} {frame.at_y(py):.1f}" for px, py in piece)
@@ -120,7 +129,8 @@ def line_chart(
         frame.add("path", class_="line", d=path, style=style, stroke_dasharray=dash)
         few = sum(map(len, pieces)) <= 40
         for px, py in (p for piece in pieces if few or len(piece) == 1 for p in piece):
-            hint = f"{name}: {f'{py:.1%}' if percent else f'{py:.4g}'} at {px:g}"
+            at = 2**px if doubling else px
+            hint = f"{name}: {f'{py:.1%}' if percent else f'{py:.4g}'} at {at:g}"
             cx, cy, fill = frame.at_x(px), frame.at_y(py), f"fill:{colour(i)}"
             frame.add("circle", hint=hint, style=fill, cx=cx, cy=cy, r=2.6)
     return frame.svg(frame.height)
@@ -142,7 +152,7 @@ def bar_chart(groups: Mapping[str, Mapping[str, float]], title: str, x: str) -> 
     top = max([*values, 0]) or 1
     left = min(0.4 * _WIDTH, 14 + _LETTER * max(map(len, groups)))
     wide = _WIDTH - left - 58  # the largest value stands behind its bar
-    at = picture.legend(names) + 6
+    at = picture.legend(names) + 12
     thick, gap = (16, 10) if len(names) == 1 else (13, 12)
     most = int((left - 10) / _LETTER)  # letters of a label
     for label, bars in groups.items():
@@ -212,6 +222,7 @@ class _Frame(Picture):
         *,
         percent: bool,
         dashed: bool = False,
+        doubling: bool = False,
     ) -> None:
         super().__init__(title)
         self.title(title)
@@ -228,7 +239,8 @@ class _Frame(Picture):
             at = self.at_x(value)
             self.add("path", class_="grid", d=f"M{at:.1f} {bottom}v5")
             anchor = "end" if at > right - 12 else "middle"
-            self.text(min(at, right), bottom + 19, _number(value), anchor=anchor)
+            text = _number(2**value if doubling else value)
+            self.text(min(at, right), bottom + 19, text, anchor=anchor)
         self.text((_LEFT + right) / 2, bottom + 38, x, anchor="middle")
         self.height = bottom + 46
 

@@ -11,7 +11,7 @@ from foretell.spec.drafter import Ask, Drafter
 from foretell.spec.tree import TokenTree, from_lists
 
 Known = dict[tuple[tuple[int, ...], int | None], list[int]]
-METHOD = f"{__name__}:Rehearsed,k=12,adaptive=false"
+METHOD = f"{__name__}:Rehearsed,adaptive=false"
 
 
 class Rehearsed(Drafter):

@@ -72,7 +72,7 @@ def summarize(measurement: Measurement, arms: SequenceOf[Arm]) -> list[Line]:
 
 
 def _line(category: str, arm: Arm, plain: list[Measured], own: list[Measured]) -> Line:
-    before, after = _speeds(plain), _speeds(own)
+    before, after = speeds(plain), speeds(own)
     ratios = [after[name] / before[name] for name in before if name in after]
     accepted, drafted = _by_position(own)
     reached = [min(a, d) for a, d in zip([*drafted[:1], *accepted], drafted, strict=False)]
@@ -101,7 +101,7 @@ def _line(category: str, arm: Arm, plain: list[Measured], own: list[Measured]) -
     )
 
 
-def _speeds(answers: list[Measured]) -> dict[str, float]:
+def speeds(answers: list[Measured]) -> dict[str, float]:
     """Tokens per second of each conversation, all of its turns together."""
     gaps: dict[str, list[float]] = {}
     for answer in answers:

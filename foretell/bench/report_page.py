@@ -113,16 +113,26 @@ def break_even(points: SequenceOf[tuple[float, float]]) -> float | None:
     return None
 
 
+def where_ahead(points: SequenceOf[tuple[float, float]]) -> str:
+    """In words, at which batches a scheme is no slower than plain decoding."""
+    ahead, at = [batch for batch, speedup in points if speedup >= 1], break_even(points)
+    if not ahead:
+        return "never ahead"
+    if at is None:
+        return f"still ahead at {ahead[-1]:.0f}"
+    if at > ahead[-1]:
+        return f"up to {at:.1f} at once"
+    return f"ahead at {', '.join(f'{batch:.0f}' for batch in ahead)} only"
+
+
 def _break_even(sweep: Sweep, schemes: list[str]) -> tuple[Markup, str]:
     series: dict[str, list[tuple[float, float]]] = {
         name: [(float(batch), values[name]) for batch, values in sweep.items()] for name in schemes
     }
     said: list[str] = []
     for name, points in series.items():
-        at = break_even(points)
-        last = f"still ahead at {points[-1][0]:.0f}" if at is None else f"up to {at:.1f} at once"
-        said.append(f"{name}: {'never ahead' if at == points[0][0] else last}")
+        said.append(f"{name}: {where_ahead(points)}")
     series[PLAIN] = [(float(batch), 1.0) for batch in sweep]
     axes = ("conversations at once", "times plain decoding")
-    chart = line_chart(series, "Break-even by batch", *axes, low=0.0)
+    chart = line_chart(series, "Break-even by batch", *axes, low=0.0, doubling=True)
     return chart, "Where a line falls below 1 the scheme no longer pays. " + "; ".join(said) + "."

@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # torch comes in with it, and --help must not wait for torch
 PLAIN = "plain"
 # Rules whose text is that of plain decoding, token for token, at every temperature.
 SAME_TEXT = frozenset({"coupled"})
+_WARM = 256
+"""Tokens of a prompt that nobody counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +178,7 @@ def _warm_up(
     ids = arms[0].llm.chat_prompt([{"role": "user", "content": conversation.turns[0]}])
     params = replace(_params(config, config.seed), max_tokens=min(32, config.max_tokens))
     for arm in arms:
-        fits = ids[: max(1, room - config.max_tokens)]
+        fits = ids[: max(1, min(_WARM, room - config.max_tokens))]
         arm.llm.generate([fits] * config.batch, params, speculate=arm.speculate)
 
 

@@ -318,9 +318,7 @@ class Drafting:
             self._tell_left()
 
     def _tell_left(self) -> None:
-        left: list[int] = []
-        while self._left:
-            left.append(self._left.popleft())
+        left = [self._left.popleft() for _ in range(len(self._left))]
         for drafter in self.drafters if left else ():
             drafter.forget(left)
 

@@ -6,6 +6,7 @@ import json
 import shlex
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from foretell.bench import advise as advising
 from foretell.bench.advise import Finding, _print, _print_prediction, _ratios, bootstrap
+from foretell.bench.report import Line, summarize
 from foretell.bench.roofline import GPUS, Roofline, parse_hardware
 from foretell.bench.run import PLAIN, BenchConfig, Measurement
 from foretell.bench.workloads import parse
@@ -36,7 +38,19 @@ def advice(*findings: Finding) -> list[str]:
 
 
 def found(scheme: str, batch: int, speedup: float, spread: float = 0.1) -> Finding:
-    return Finding(scheme, batch, speedup, speedup - spread, speedup + spread, 2.0, [0.7, 0.5], 3)
+    return Finding(
+        scheme,
+        batch,
+        speedup,
+        speedup - spread,
+        speedup + spread,
+        speedup,
+        80.0,
+        50.0,
+        2.0,
+        [0.7, 0.5],
+        3,
+    )
 
 
 def test_the_best_scheme_with_flags_that_can_be_pasted():
@@ -54,6 +68,37 @@ def test_the_best_scheme_with_flags_that_can_be_pasted():
     config = SpeculationConfig.parse(words[words.index("--speculation") + 1])
     assert config is not None
     assert (config.method, config.k) == ("eagle", 3)
+
+
+def test_flags_say_what_was_measured_with():
+    page, engine = Page(), EngineConfig(model="my model", weights="bf16", threads=3, max_num_seqs=8)
+    _print(page, [found("auto", 4, 1.8)], BenchConfig(), engine, Path("a b.jsonl"))  # type: ignore[arg-type]
+    serve, bench = (shlex.split(line, comments=True) for line in page.lines[-2:])
+    same = ["--speculation", "auto", "--model", "my model", "--weights", "bf16"]
+    same += ["--max-num-seqs", "8", "--threads", "3"]
+    assert serve == ["foretell", "serve", *same]
+    assert bench[:-4] == ["foretell", "bench", *same, "--prompts", "a b.jsonl", "--batch", "4"]
+
+
+def test_it_promises_what_the_bench_prints(tmp_path, monkeypatch):
+    """Whole conversations, and the same numbers of them."""
+    model, lines = rig.write_model(tmp_path / "m"), list[Line]()
+    turns = [json.dumps({"id": f"c{i}", "turns": ["ab" * (i + 1), "cd"]}) for i in range(3)]
+    (tmp_path / "own.jsonl").write_text("\n".join(turns))
+
+    def watched(measurement, arms):
+        lines.extend(summarize(measurement, arms))
+        return lines
+
+    monkeypatch.setattr(advising, "summarize", watched)
+    (finding,) = advising.advise(
+        ["prompt-lookup:k=3"], BenchConfig(max_tokens=6), rig.engine(model),
+        prompts=tmp_path / "own.jsonl", batches=[2], console=Page(),  # type: ignore[arg-type]
+    )  # fmt: skip
+    line = next(line for line in lines if line.scheme == finding.scheme)
+    assert (line.num_conversations, line.num_answers) == (3, 6)
+    promised = (finding.speedup, finding.end_to_end, finding.speed, finding.plain_speed)
+    assert promised == (line.speedup, line.end_to_end, line.speed, line.plain_speed)
 
 
 def test_dont_where_it_might_be_nothing():
@@ -80,18 +125,6 @@ def test_a_wide_interval_is_no_verdict_on_drafts():
     assert "At 4 at once eagle gives 1.90x" in text
 
 
-def test_a_prompt_that_is_asked_again_counts_once():
-    """Else the interval would narrow although no other prompt was asked."""
-    answers = [
-        SimpleNamespace(arm=arm, id=name, gaps=[1 / speed])
-        for arm, name, speed in [
-            ("plain", "a.0", 1), ("plain", "b.1", 1), ("plain", "a.2", 1), ("plain", "a.3", 1),
-            ("eagle", "a.0", 2), ("eagle", "b.1", 1), ("eagle", "a.2", 3), ("eagle", "a.3", 2.5),
-        ]
-    ]  # fmt: skip
-    assert _ratios(SimpleNamespace(answers=answers), "eagle") == [2.5, 1]  # type: ignore[arg-type]
-
-
 def test_the_interval_is_narrower_with_more_prompts():
     few, many = [1.0, 1.5, 2.0], [1.0, 1.5, 2.0] * 20
     low, high = bootstrap(few)
@@ -114,22 +147,27 @@ def test_a_prompt_that_was_asked_again_to_fill_a_batch_counts_once():
 
 def test_no_advice_from_half_a_measurement_and_little_trust_in_one_prompt(tmp_path, monkeypatch):
     model = rig.write_model(tmp_path / "m")
-    monkeypatch.setenv("FORETELL_HOME", str(tmp_path / "home"))
     (tmp_path / "one.jsonl").write_text('{"prompt": "abcabcabc"}')
     page = Page()
 
-    def advise() -> None:
-        advising.advise(
+    def advise(batches: list[int]) -> list[Finding]:
+        return advising.advise(
             ["prompt-lookup:k=3"], BenchConfig(max_tokens=4), rig.engine(model),
-            prompts=tmp_path / "one.jsonl", batches=[1], console=page,  # type: ignore[arg-type]
+            prompts=tmp_path / "one.jsonl", batches=batches, console=page,  # type: ignore[arg-type]
         )  # fmt: skip
 
-    advise()
+    advise([1])
     assert "Only 1 prompts" in "\n".join(page.lines)
-    cut = Measurement(complete=False)
+    measure, cut = advising.measure, Measurement(complete=False)
     monkeypatch.setattr(advising, "measure", lambda *_: cut)
     with pytest.raises(KeyboardInterrupt):
-        advise()
+        advise([1])
+    page.lines.clear()
+    monkeypatch.setattr(
+        advising, "measure", lambda *given: cut if given[2].batch == 2 else measure(*given)
+    )
+    assert [f.batch for f in advise([1, 2])] == [1]
+    assert "Interrupted: not tried with 2 at once and more." in page.lines
 
 
 @pytest.mark.parametrize("gpu", GPUS)
@@ -145,7 +183,7 @@ def test_a_roofline_has_its_two_sides(gpu):
 
 def test_a_prediction_knows_how_rarely_there_is_a_draft():
     """Lookup may be right whenever it finds something and still find next to nothing."""
-    seldom = Finding("prompt-lookup", 1, 1.0, 1.0, 1.0, 1.08, [0.6, 0.5], 2)
+    seldom = Finding("prompt-lookup", 1, 1.0, 1.0, 1.0, 1.0, 50.0, 50.0, 1.08, [0.6, 0.5], 2)
     assert seldom.share == pytest.approx(0.08 / 0.9)
     assert replace(seldom, tau=1.9).share == pytest.approx(1)
     assert replace(seldom, acceptance=[]).share == 0

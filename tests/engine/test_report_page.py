@@ -9,7 +9,7 @@ import pytest
 
 from foretell.bench.environment import environment
 from foretell.bench.report import summarize
-from foretell.bench.report_page import break_even, report_page
+from foretell.bench.report_page import break_even, report_page, where_ahead
 from foretell.bench.run import Arm, BenchConfig, measure
 from foretell.bench.timeline import Recorder, record, timeline
 from tests import tiny
@@ -72,17 +72,18 @@ def test_the_page_holds_what_was_measured():
 
 
 @pytest.mark.parametrize(
-    ("points", "at"),
+    ("points", "at", "said"),
     [
-        ([(1, 2.0), (2, 1.5), (4, 0.5)], 3.0),
-        ([(1, 0.9), (2, 1.5)], 1),
-        ([(1, 2.0), (2, 1.0)], None),
-        ([(1, 2.0), (2, 0.9), (4, 3.0)], 1 + 1 / 1.1),
-        ([], None),
+        ([(1, 2.0), (2, 1.5), (4, 0.5)], 3.0, "up to 3.0 at once"),
+        ([(1, 0.9), (2, 1.5)], 1, "ahead at 2 only"),
+        ([(1, 0.9), (2, 0.8)], 1, "never ahead"),
+        ([(1, 2.0), (2, 1.0)], None, "still ahead at 2"),
+        ([(1, 2.0), (2, 0.9), (4, 3.0)], 1 + 1 / 1.1, "ahead at 1, 4 only"),
     ],
 )
-def test_break_even_is_where_a_line_falls_below_one(points, at):
+def test_break_even_is_where_a_line_falls_below_one(points, at, said):
     assert break_even(points) == (None if at is None else pytest.approx(at))
+    assert where_ahead(points) == said
 
 
 def test_a_recorded_stretch_is_drawn_to_scale():

@@ -58,7 +58,7 @@ def say(monkeypatch, text):
 
 # ---- flags
 
-OWN = {"bench": ["prefix_caching"], "certify": ["prefix_caching", "max_num_seqs"]}
+OWN = {"bench": ["prefix_caching"], "certify": ["prefix_caching", "max_num_seqs", "crossed"]}
 """What these commands decide about themselves."""
 
 
