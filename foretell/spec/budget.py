@@ -93,7 +93,8 @@ class Controller:
         self._age, self._patience, self._turn = 0, 1, 0
 
     def forget(self, slots: SequenceOf[int]) -> None:
-        """Sequences left these slots."""
+        """Sequences left these slots: those that come to them are to be looked at."""
+        self._kept = ([], [])
         for scheme in self.schemes:
             scheme.forget(slots)
 
