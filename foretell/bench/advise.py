@@ -124,8 +124,11 @@ def advise(
         lengths = [a.num_prompt_tokens + a.num_tokens // 2 for a in found.answers]
         context = round(statistics.fmean(lengths))
         for text in own:
-            depth = _depth(llms[text], drafts[text].acceptance, batch, context)
-            findings.append(_finding(lines[text], drafts[text], batch, depth, found))
+            line, tau, accepted = lines[text], drafts[text].tau, drafts[text].acceptance
+            measured, ratios = (line.end_to_end, line.speed, line.plain_speed), _ratios(found, text)
+            speedups = statistics.median(ratios or [0.0]), *bootstrap(ratios)
+            depth = _depth(llms[text], accepted, batch, context)
+            findings.append(Finding(text, batch, *speedups, *measured, tau, accepted, depth))
     _print(console, findings, config, engine, prompts)
     if len(conversations) < FEW:
         console.print(f"\nOnly {len(conversations)} prompts: the intervals say little.")
@@ -162,20 +165,6 @@ def _schemes(
         for text, speculation in own.items()
         if speculation.adaptive and not speculation.also
     }
-
-
-def _finding(line: Line, drafts: Line, batch: int, depth: int, found: Measurement) -> Finding:
-    """
-    Args:
-        line: what was measured of the scheme as it is.
-        drafts: of drafts that are always made.
-    """
-    ratios = _ratios(found, line.scheme)
-    low, high = bootstrap(ratios)
-    return Finding(
-        line.scheme, batch, statistics.median(ratios) if ratios else 0.0, low, high,
-        line.end_to_end, line.speed, line.plain_speed, drafts.tau, drafts.acceptance, depth,
-    )  # fmt: skip
 
 
 def _ratios(found: Measurement, scheme: str) -> list[float]:
