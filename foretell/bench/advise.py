@@ -39,9 +39,6 @@ WORTH = 1.03
 """A speed-up pays if its whole interval lies above that."""
 BATCHES = (1, 4, 16)
 PREDICTED = (1, 4, 16, 64, 256)
-FEW = 5
-"""With fewer prompts a bootstrap knows nothing of what others are like."""
-_RESAMPLED = 2000
 _ALWAYS = ",adaptive=false"
 
 
@@ -100,34 +97,36 @@ def advise(
     console = console or Console()
     conversations = _sample(read_workload(prompts) if prompts else default_workload(), sample)
     own, always = _schemes(given, engine.model)
-    llms = open_llms(own | always, engine, max(batches))
-    every = [Arm(text, llm) for text, llm in llms.items()]
-    plain = Arm(PLAIN, every[0].llm, speculate=False)
-    arms = [plain, *(arm for arm in every if arm.name in own)]
-    room = llms[every[0].name].engine.runtime.max_model_len
-    findings: list[Finding] = []
-    drafts: dict[str, Line] = {}
-    context = 0
+    context, target, findings, drafts = 0, None, list[Finding](), dict[str, Line]()
     for batch in batches:
+        # Anew for each: what a controller has learnt at one load is not what a bench begins with.
+        llms = open_llms(own if drafts else own | always, engine, batch, target)
+        first = next(iter(llms.values()))
+        target, room = first.target, first.engine.runtime.max_model_len
+        arms = [Arm(PLAIN, first, speculate=False), *(Arm(text, llms[text]) for text in llms)]
         asked = _at_once(conversations, batch)
         turns = sum(len(c.turns) for c in asked)
         with progress_bar(f"{batch} at once", turns, lines=True) as advance:
-            both = arms if drafts else [plain, *every]
-            found = measure(both, asked, replace(config, batch=batch), room, advance)
+            found = measure(arms, asked, replace(config, batch=batch), room, advance)
         if not found.complete:
             if not findings:
                 raise KeyboardInterrupt  # advice from half a measurement is none
             console.print(f"Interrupted: not tried with {batch} at once and more.\n")
             break
-        lines = {line.scheme: line for line in summarize(found, both) if line.category == "all"}
+        lines = {line.scheme: line for line in summarize(found, arms) if line.category == "all"}
         drafts = drafts or {text: lines.get(text + _ALWAYS, lines[text]) for text in own}
         lengths = [a.num_prompt_tokens + a.num_tokens // 2 for a in found.answers]
         context = round(statistics.fmean(lengths))
         for text in own:
-            depth = _depth(llms[text], drafts[text].acceptance, batch, context)
-            findings.append(_finding(lines[text], drafts[text], batch, depth, found))
+            line, tau, accepted = lines[text], drafts[text].tau, drafts[text].acceptance
+            measured, ratios = (line.end_to_end, line.speed, line.plain_speed), _ratios(found, text)
+            speedups = statistics.median(ratios or [0.0]), *bootstrap(ratios)
+            depth = _depth(llms[text], accepted, batch, context)
+            findings.append(Finding(text, batch, *speedups, *measured, tau, accepted, depth))
+        for llm in llms.values():
+            llm.close()
     _print(console, findings, config, engine, prompts)
-    if len(conversations) < FEW:
+    if len(conversations) < 5:  # a bootstrap knows nothing of what others are like
         console.print(f"\nOnly {len(conversations)} prompts: the intervals say little.")
     if predict is not None:
         _print_prediction(console, findings, predict, context)
@@ -164,20 +163,6 @@ def _schemes(
     }
 
 
-def _finding(line: Line, drafts: Line, batch: int, depth: int, found: Measurement) -> Finding:
-    """
-    Args:
-        line: what was measured of the scheme as it is.
-        drafts: of drafts that are always made.
-    """
-    ratios = _ratios(found, line.scheme)
-    low, high = bootstrap(ratios)
-    return Finding(
-        line.scheme, batch, statistics.median(ratios) if ratios else 0.0, low, high,
-        line.end_to_end, line.speed, line.plain_speed, drafts.tau, drafts.acceptance, depth,
-    )  # fmt: skip
-
-
 def _ratios(found: Measurement, scheme: str) -> list[float]:
     """Each conversation's decoding speed over plain decoding's. One that was asked several times
     to fill a batch counts once: its answers are alike, and would make the interval too narrow."""
@@ -194,7 +179,7 @@ def bootstrap(ratios: SequenceOf[float], seed: int = 0) -> tuple[float, float]:
     rng = random.Random(seed)
     if not ratios:
         return 0.0, 0.0
-    medians = [statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(_RESAMPLED)]
+    medians = [statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(2000)]
     return percentile(medians, 5), percentile(medians, 95)
 
 

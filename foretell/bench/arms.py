@@ -7,10 +7,14 @@ from collections.abc import Mapping
 from foretell.config import EngineConfig, SpeculationConfig
 from foretell.drafters import check
 from foretell.llm import LLM
+from foretell.models.loader import LoadedModel
 
 
 def open_llms(
-    schemes: Mapping[str, SpeculationConfig], engine: EngineConfig, most: int
+    schemes: Mapping[str, SpeculationConfig],
+    engine: EngineConfig,
+    most: int,
+    target: LoadedModel | None = None,
 ) -> dict[str, LLM]:
     """An engine for each scheme, by its name, all over one target.
 
@@ -18,6 +22,7 @@ def open_llms(
         engine: its own speculation is not looked at. The prefix cache is always off: whoever
             comes second would find the prompt's pages there and win every prefill.
         most: conversations at once; there is room for so many at least.
+        target: the engine's model where it is loaded already.
     """
     slots = max(most, engine.max_num_seqs)
     rows = max(slots, engine.max_num_batched_tokens)
@@ -25,8 +30,8 @@ def open_llms(
     options = engine.options("model", "speculation") | room
     llms: dict[str, LLM] = {}
     for name, speculation in schemes.items():
-        target = next(iter(llms.values())).target if llms else engine.model
-        llms[name] = LLM(target, speculation=speculation, **options)
+        llms[name] = LLM(target or engine.model, speculation=speculation, **options)
+        target = llms[name].target
     return llms
 
 

@@ -94,8 +94,7 @@ def run_parts(rig: Rig, conversations: list[Conversation]) -> Iterator[Part]:
     config = rig.config
     prompts = encode(rig, conversations)
     asked = requests(prompts, config)
-    for llm in (rig.scheme, rig.adaptive):  # a draft that cannot be loaded ends it here
-        llm.engine.check()
+    rig.make(rig.engine.speculation, 1)  # a draft that cannot be loaded ends it here
     with progress_bar("plain decoding", len(asked), lines=True) as advance:
         answers = references(rig, asked, advance)
     left_out = len(asked) - len(answers)

@@ -16,14 +16,13 @@ from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
-import torch
 
-from foretell.bench.certify_part import Part, Rig, check_drafter, guarded, leave
+from foretell.bench.certify_part import Part, Rig, begin, check_drafter, guarded
 from foretell.bench.rehearsed import METHOD as REHEARSED
 from foretell.bench.rehearsed import rehearse
 from foretell.llm import LLM
 from foretell.progress import Advance
-from foretell.sequence import SamplingParams, Sequence
+from foretell.sequence import SamplingParams
 
 HORIZON = 3
 ALARM = 1e-3
@@ -150,18 +149,13 @@ class _Trial:
         answers = self.plain.generate(list(prompts.values()), greedy)
         rehearse(known, {(tuple(a.prompt_token_ids), None): a.token_ids for a in answers})
         step = 1 if self.rig.config.crossed else 2
-        arms = (
-            (own, rule, SETTINGS[::step]),
-            (known, f"{rule}, rehearsed", SETTINGS[step - 1 :: step]),
-        )
+        arms = (own, "", SETTINGS[::step]), (known, ", rehearsed", SETTINGS[step - 1 :: step])
         for llm, kind, settings in arms:
-            turn = cycle(prompts.items())
+            turn, told = cycle(prompts.items()), f"{rule}{kind}"
             for setting in settings:
                 some = islice(turn, len(prompts))
-                if not any(self.test(f"{name}, {kind}", llm, ids, setting) for name, ids in some):
-                    self.part.notes.append(
-                        f"{kind}, {setting.name}: not tested, too little is drafted so early"
-                    )
+                if not any(self.test(f"{name}, {told}", llm, ids, setting) for name, ids in some):
+                    self.part.notes.append(f"{told}, {setting.name}: no prompt with early drafts")
             check_drafter(self.part, llm, 1)
 
     def test(self, name: str, llm: LLM, ids: list[int], setting: Setting) -> bool:
@@ -171,22 +165,22 @@ class _Trial:
             law = exact_law(self.plain, ids, setting)
         except Tie:
             return False
-        probe = [setting.params(config.seed + i, room=0) for i in range(_PROBES)]
-        begin(llm, ids, probe[:1])  # what comes at once could not share the prompt's pages
-        if sum(s.stats.drafted for s in begin(llm, ids, probe)) < _PROBES // 8:
+        probe = [(ids, setting.params(config.seed + i, room=0)) for i in range(_PROBES)]
+        # One before all: what comes at once could not share the prompt's pages.
+        tried = [s for few in (probe[:1], probe) for s in begin(llm, few, HORIZON, stay=False)]
+        if sum(s.stats.drafted for s in tried) < _PROBES // 8:
             return False  # what is drafted before the horizon is too little to say anything about
         where = f"{name}, {setting.name}"
         count, seen, details = config.samples, Counter[Text](), dict[str, Any]()
-        for attempt in range(2):
-            seed = config.seed + (1 + attempt) * 2**40
+        for attempt in (1, 2):
+            seed = config.seed + attempt * 2**40
             seen, drafted = self.sample(llm, setting, ids, seed)
             outside = [[list(text), n] for text, n in seen.items() if text not in law]
             p = 0.0 if outside else p_value(seen, law, level, seed)
             part.count("answers", count)
             part.count("drafted", drafted)
-            details = {"test": name, "setting": setting.name, "texts": len(law)}
-            details |= {"answers": count, "drafted": drafted, "p": p, "attempt": attempt + 1}
-            details["outside"] = outside[:5]
+            details = {"test": name, "setting": setting.name, "texts": len(law), "p": p}
+            details |= {"answers": count, "drafted": drafted, "outside": outside[:5]}
             if p >= level or outside:
                 break
         part.details.append(details)
@@ -211,26 +205,12 @@ class _Trial:
         room = 2 if self.rig.config.crossed else 1
         for at in range(0, count, _SLOTS):
             size = min(_SLOTS, count - at)
-            params = [setting.params(seed + at + i, room) for i in range(size)]
-            for sequence in begin(llm, ids, params):
+            asked = [(ids, setting.params(seed + at + i, room)) for i in range(size)]
+            for sequence in begin(llm, asked, HORIZON, stay=False):
                 seen[tuple(sequence.output[:HORIZON])] += 1
                 drafted += sequence.stats.drafted
             self.advance(size)
         return seen, drafted
-
-
-def begin(llm: LLM, ids: list[int], params: list[SamplingParams]) -> list[Sequence]:
-    """Answers of which no more than the first HORIZON tokens are wanted."""
-    sequences = [s for own in params for s in llm.sequences(ids, own, speculate=True)]
-    for sequence in sequences:
-        llm.engine.add(sequence)
-    running = sequences
-    while running:
-        with torch.inference_mode():
-            llm.engine.step()
-        leave(llm, [s for s in running if s.num_output >= HORIZON and not s.finished])
-        running = [s for s in running if not s.finished]
-    return sequences
 
 
 def exact_law(plain: LLM, ids: list[int], setting: Setting) -> dict[Text, float]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
+
+import torch
 
 from foretell.bench.certify_config import CertifyConfig
 from foretell.config import EngineConfig, SpeculationConfig
@@ -107,19 +108,30 @@ class Rig:
         options: dict[str, Any] = self.engine.options("model", "speculation") | limits | changes
         return LLM(self.target, speculation=speculation, **options)
 
-    @cached_property
-    def scheme(self) -> LLM:
-        """Always drafting."""
-        return self.make(self.speculation, self.config.batch)
-
-    @cached_property
-    def adaptive(self) -> LLM:
-        """As configured: drafting only where that pays, and with all schemes."""
-        return self.make(self.engine.speculation, self.config.batch)
-
     def plain_alone(self) -> LLM:
         """The reference: no drafter, one request at a time, nothing shared."""
         return self.make(None, 1, prefix_caching=False)
+
+
+def begin(
+    llm: LLM, asked: Iterable[tuple[list[int], SamplingParams]], least: int, *, stay: bool
+) -> list[Sequence]:
+    """Runs requests together until each has so many tokens or has ended.
+
+    Args:
+        asked: token ids and parameters.
+        stay: those that have enough stay in, else they leave at once.
+    """
+    sequences = [s for ids, own in asked for s in llm.sequences(ids, own, speculate=True)]
+    for sequence in sequences:
+        llm.engine.add(sequence)
+    while any(not s.finished and s.num_output < least for s in sequences):
+        with torch.inference_mode():
+            llm.engine.step()
+        llm.engine.check()
+        if not stay:
+            leave(llm, [s for s in sequences if s.num_output >= least])
+    return sequences
 
 
 def leave(llm: LLM, sequences: list[Sequence]) -> None:

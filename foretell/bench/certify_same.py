@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,6 +25,7 @@ JSON = (
 ADAPTIVE = "as configured"
 """The way in which the engine drafts only where that pays, and with all of its schemes."""
 Answers = list[Result]
+Pairs = list[tuple[Request, Result]]
 
 
 def settings(max_tokens: int) -> dict[str, SamplingParams]:
@@ -61,9 +61,9 @@ def requests(prompts: dict[str, list[int]], config: CertifyConfig) -> list[Reque
     return made
 
 
-def references(rig: Rig, asked: list[Request], advance: Advance) -> list[tuple[Request, Result]]:
+def references(rig: Rig, asked: list[Request], advance: Advance) -> Pairs:
     """Plain decoding's answer to each request, alone; what it cannot answer is left out."""
-    llm, answers = rig.plain_alone(), list[tuple[Request, Result]]()
+    llm, answers = rig.plain_alone(), Pairs()
     greedy: Result | None = None
     for request in asked:
         if request.setting == "logit bias" and greedy:
@@ -89,7 +89,7 @@ def _biased(params: SamplingParams, greedy: Result) -> SamplingParams:
 
 
 def same_text(
-    rig: Rig, answers: list[tuple[Request, Result]], left_out: int, advance: Advance
+    rig: Rig, answers: Pairs, left_out: int, advance: Advance
 ) -> tuple[Part, Part, list[LLM]]:
     """Asks everything again in each way and compares.
 
@@ -102,8 +102,7 @@ def same_text(
         "whatever was drafted and whoever shared the batch",
     )
     bits = Part(
-        "same bits",
-        "the target's log-probabilities are those of plain decoding to the last bit",
+        "same bits", "the target's log-probabilities are those of plain decoding to the last bit"
     )
     if left_out:
         part.notes.append(f"{left_out} requests were left out: plain decoding cannot answer them")
@@ -112,7 +111,7 @@ def same_text(
         return part, bits, []
     verification = rig.speculation.verification
     exact = verification in SAME_TEXT
-    trees = rehearsed(rig, answers)
+    scheme, trees = rig.make(rig.speculation, rig.config.batch), rehearsed(rig, answers)
     comparable = [pair for pair in answers if exact or pair[0].params.greedy]
     if not exact:
         part.notes.append(
@@ -120,7 +119,7 @@ def same_text(
             "seed: sampled requests are compared under coupled verification"
         )
     with guarded(part):
-        for name, llm, run, own in _ways(rig, trees, exact, answers, comparable):
+        for name, llm, run, own in _ways(rig, scheme, trees, exact, answers, comparable):
             before = llm.engine.metrics.drafted
             got = run(llm, [request for request, _ in own], advance)
             part.count("answers", len(own))
@@ -131,10 +130,10 @@ def same_text(
                 part.count("accepted", sum(r.stats.accepted for r in got))
                 may_rest = name.startswith(ADAPTIVE)
                 check_drafter(part, llm, 1 if may_rest else llm.engine.metrics.drafted)
-    return part, bits, [rig.scheme, trees]
+    return part, bits, [scheme, trees]
 
 
-def rehearsed(rig: Rig, answers: list[tuple[Request, Result]]) -> LLM:
+def rehearsed(rig: Rig, answers: Pairs) -> LLM:
     """An engine whose drafter knows the answers."""
     known: Known = {
         (tuple(request.ids), request.params.seed): result.token_ids for request, result in answers
@@ -147,17 +146,13 @@ def num_ways(rig: Rig) -> int:
 
 
 Run = Callable[[LLM, list[Request], Advance], Answers]
-Way = tuple[str, LLM, Run, SequenceOf[tuple[Request, Result]]]
+Way = tuple[str, LLM, Run, Pairs]
 
 
 def _ways(
-    rig: Rig,
-    trees: LLM,
-    exact: bool,
-    everything: list[tuple[Request, Result]],
-    comparable: list[tuple[Request, Result]],
+    rig: Rig, scheme: LLM, trees: LLM, exact: bool, everything: Pairs, comparable: Pairs
 ) -> Iterator[Way]:
-    plain, scheme = rig.make(None, rig.config.batch), rig.scheme
+    plain = rig.make(None, rig.config.batch)
     some = max(2, rig.config.batch // 4)
     together = partial(all_at_once, speculate=False)
     yield f"{PLAIN}, {rig.config.batch} at once", plain, together, everything
@@ -166,7 +161,8 @@ def _ways(
     yield "alone, streamed", scheme, streamed, alone
     yield f"{some} at once", scheme, partial(in_groups, size=some), comparable
     yield f"{rig.config.batch} at once", scheme, all_at_once, comparable
-    yield f"{ADAPTIVE}, {rig.config.batch} at once", rig.adaptive, all_at_once, comparable
+    adaptive = rig.make(rig.engine.speculation, rig.config.batch)
+    yield f"{ADAPTIVE}, {rig.config.batch} at once", adaptive, all_at_once, comparable
     yield f"rehearsed trees, {rig.config.batch} at once", trees, all_at_once, everything
     if not exact:
         coupled = replace(rig.speculation, verification="coupled")

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from foretell.answer import Result
-from foretell.bench.certify_part import Part, Request, Rig, check_drafter, guarded, leave
+from foretell.bench.certify_part import Part, Request, Rig, begin, check_drafter, guarded, leave
+from foretell.bench.certify_same import Pairs
 from foretell.llm import LLM
 from foretell.progress import Advance
 from foretell.sequence import SamplingParams, Sequence
@@ -60,9 +60,7 @@ def self_requests(asked: list[Request]) -> list[Request]:
     ]
 
 
-def audit(
-    rig: Rig, engines: list[LLM], answers: list[tuple[Request, Result]], advance: Advance
-) -> Part:
+def audit(rig: Rig, engines: list[LLM], answers: Pairs, advance: Advance) -> Part:
     """KV of requests that still run, against a clean rebuild of the same text; then the pages.
 
     Args:
@@ -92,7 +90,8 @@ def audit(
 def _check_kv(
     part: Part, rig: Rig, llm: LLM, clean: LLM, asked: list[Request], rebuilt: list[Rebuilt]
 ) -> None:
-    half = _under_way(llm, asked, rig.config.max_tokens // 2)
+    each = [(request.ids, replace(request.params, ignore_eos=True)) for request in asked]
+    half = begin(llm, each, rig.config.max_tokens // 2, stay=True)
     for request, sequence, whole in zip(asked, half, rebuilt, strict=True):
         if not sequence.finished:
             if whole[0][: len(sequence.tokens)] != sequence.tokens:  # beyond its end, say
@@ -102,28 +101,10 @@ def _check_kv(
     leave(llm, half)
 
 
-def _under_way(llm: LLM, asked: list[Request], least: int) -> list[Sequence]:
-    """Runs requests together until each has so many tokens or has ended; they stay in."""
-    sequences = [
-        sequence
-        for request in asked
-        for sequence in llm.sequences(
-            request.ids, replace(request.params, ignore_eos=True), speculate=True
-        )
-    ]
-    for sequence in sequences:
-        llm.engine.add(sequence)
-    while any(not s.finished and s.num_output < least for s in sequences):
-        with torch.inference_mode():
-            llm.engine.step()
-        llm.engine.check()
-    return sequences
-
-
 def _rebuild(clean: LLM, tokens: list[int]) -> Rebuilt:
     # With room for more than its first token, or it would have ended and let its pages go.
-    again = Request("", "", tokens, SamplingParams(max_tokens=8))
-    (copy,) = _under_way(clean, [again], 1)
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    (copy,) = begin(clean, [(tokens, params)], 1, stay=True)
     cells = {group: _cells(clean, group, copy, len(tokens)) for group in _layers(clean)}
     leave(clean, [copy])
     return tokens, cells

@@ -16,8 +16,7 @@ from foretell.terminal import get_model
 
 _SCHEME = "SCHEME[:NAME=VALUE,...]"
 Prompts = Annotated[
-    Path | None,
-    option("FILE", "Prompts as JSONL (Spec-Bench's form) in place of foretell's own."),
+    Path | None, option("FILE", "Prompts as JSONL (Spec-Bench's form) in place of foretell's own.")
 ]
 Limit = Annotated[
     int | None, option("INTEGER", "At most so many conversations of each category.", min=1)
@@ -84,8 +83,7 @@ def certify(
     config: CertifyConfig,
     prompts: Prompts = None,
     quick: Annotated[
-        bool,
-        option("", "A first look: 3 prompts, each setting once, short answers.", "--quick"),
+        bool, option("", "A first look: 3 prompts, each setting once, short answers.", "--quick")
     ] = False,
     json_file: Json = None,
     html: Annotated[Path | None, option("FILE", "Write the certificate, one page of HTML.")] = None,

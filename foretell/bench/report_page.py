@@ -100,39 +100,15 @@ def _charts(
     return [*charts, _break_even(sweep, list(totals))] if sweep else charts
 
 
-def break_even(points: SequenceOf[tuple[float, float]]) -> float | None:
-    """Where a speed-up falls below 1 for the first time, on the straight line between the points
-    beside it; None where it never does."""
-    before: tuple[float, float] | None = None
-    for batch, speedup in points:
-        if speedup < 1:
-            if before is None:
-                return batch
-            return before[0] + (batch - before[0]) * (before[1] - 1) / (before[1] - speedup)
-        before = batch, speedup
-    return None
-
-
-def where_ahead(points: SequenceOf[tuple[float, float]]) -> str:
-    """In words, at which batches a scheme is no slower than plain decoding."""
-    ahead, at = [batch for batch, speedup in points if speedup >= 1], break_even(points)
-    if not ahead:
-        return "never ahead"
-    if at is None:
-        return f"still ahead at {ahead[-1]:.0f}"
-    if at > ahead[-1]:
-        return f"up to {at:.1f} at once"
-    return f"ahead at {', '.join(f'{batch:.0f}' for batch in ahead)} only"
-
-
 def _break_even(sweep: Sweep, schemes: list[str]) -> tuple[Markup, str]:
     series: dict[str, list[tuple[float, float]]] = {
         name: [(float(batch), values[name]) for batch, values in sweep.items()] for name in schemes
     }
-    said: list[str] = []
-    for name, points in series.items():
-        said.append(f"{name}: {where_ahead(points)}")
+    ahead = [
+        f"{name} at {', '.join(f'{at:.0f}' for at, up in points if up >= 1) or 'none of them'}"
+        for name, points in series.items()
+    ]
     series[PLAIN] = [(float(batch), 1.0) for batch in sweep]
     axes = ("conversations at once", "times plain decoding")
     chart = line_chart(series, "Break-even by batch", *axes, low=0.0, doubling=True)
-    return chart, "Where a line falls below 1 the scheme no longer pays. " + "; ".join(said) + "."
+    return chart, "Below 1 a scheme does not pay. Not slower are: " + "; ".join(ahead) + "."

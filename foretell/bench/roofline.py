@@ -73,12 +73,7 @@ class Roofline:
         return 2 * self.layers * (102 * self.layers / 8) * 2
 
     def speedup(
-        self,
-        scheme: str,
-        acceptance: Sequence[float],
-        batch: int,
-        context: int,
-        share: float = 1.0,
+        self, scheme: str, acceptance: Sequence[float], batch: int, context: int, share: float = 1.0
     ) -> tuple[float, int]:
         """The best depth's speed-up, and that depth; 1 and 0 where none pays.
 

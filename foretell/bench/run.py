@@ -24,8 +24,6 @@ if TYPE_CHECKING:  # torch comes in with it, and --help must not wait for torch
 PLAIN = "plain"
 # Rules whose text is that of plain decoding, token for token, at every temperature.
 SAME_TEXT = frozenset({"coupled"})
-_WARM = 256
-"""Tokens of a prompt that nobody counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,11 +172,12 @@ def _params(config: BenchConfig, seed: int) -> SamplingParams:
 def _warm_up(
     arms: SequenceOf[Arm], conversation: Conversation, config: BenchConfig, room: int
 ) -> None:
-    """First runs pay for compilation and page faults: one answer that nobody counts."""
+    """First runs pay for compilation and page faults: one answer that nobody counts, to a prompt
+    that is not too long for that."""
     ids = arms[0].llm.chat_prompt([{"role": "user", "content": conversation.turns[0]}])
     params = replace(_params(config, config.seed), max_tokens=min(32, config.max_tokens))
     for arm in arms:
-        fits = ids[: max(1, min(_WARM, room - config.max_tokens))]
+        fits = ids[: max(1, min(256, room - config.max_tokens))]
         arm.llm.generate([fits] * config.batch, params, speculate=arm.speculate)
 
 

@@ -99,8 +99,7 @@ def timeline(lanes: dict[str, list[Step]]) -> Markup:
             if left >= _WIDTH - 8:
                 break
             tokens += step.counts["emitted"]
-            if left < _WIDTH - 18:  # or it would be cut
-                picture.text(left + 1, y + 32, f"+{step.counts['emitted']}")
+            picture.text(min(left + 1, _WIDTH - 18), y + 32, f"+{step.counts['emitted']}")
             for phase, start, end in step.phases:
                 x = _WIDTH * (start - origin) / span
                 wide = min(_WIDTH * (end - start) / span, _WIDTH - x)

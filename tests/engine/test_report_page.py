@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-import pytest
-
 from foretell.bench.environment import environment
 from foretell.bench.report import summarize
-from foretell.bench.report_page import break_even, report_page, where_ahead
+from foretell.bench.report_page import report_page
 from foretell.bench.run import Arm, BenchConfig, measure
 from foretell.bench.timeline import Recorder, record, timeline
 from tests import tiny
@@ -59,31 +57,16 @@ def test_the_page_holds_what_was_measured():
     both = arms()
     measurement = measure(both, CONVERSATIONS, BenchConfig(max_tokens=9), room=100)
     lines = summarize(measurement, both)
-    sweep = {1: {"fast": 2.0}, 2: {"fast": 1.5}, 4: {"fast": 0.5}}
+    sweep = {1: {"fast": 0.9}, 2: {"fast": 1.5}, 4: {"fast": 1.0}, 8: {"fast": 0.5}}
     text = checked(report_page(lines, measurement, sweep, {}, about()))
     assert "a <b> c in int8, 3 conversations, greedy, 1 at once" in text
     for part in ("Speed-up by category", "Acceptance by position", "Tokens for each target pass",
                  "Time between tokens", "Break-even by batch", "2.00x"):  # fmt: skip
         assert part in text
-    assert "fast: up to 3.0 at once" in text
+    assert "Not slower are: fast at 2, 4." in text
     without = checked(report_page(lines, measurement, {}, {}, about(temperature=0.7)))
     assert "Break-even" not in without
     assert "temperature 0.7" in without
-
-
-@pytest.mark.parametrize(
-    ("points", "at", "said"),
-    [
-        ([(1, 2.0), (2, 1.5), (4, 0.5)], 3.0, "up to 3.0 at once"),
-        ([(1, 0.9), (2, 1.5)], 1, "ahead at 2 only"),
-        ([(1, 0.9), (2, 0.8)], 1, "never ahead"),
-        ([(1, 2.0), (2, 1.0)], None, "still ahead at 2"),
-        ([(1, 2.0), (2, 0.9), (4, 3.0)], 1 + 1 / 1.1, "ahead at 1, 4 only"),
-    ],
-)
-def test_break_even_is_where_a_line_falls_below_one(points, at, said):
-    assert break_even(points) == (None if at is None else pytest.approx(at))
-    assert where_ahead(points) == said
 
 
 def test_a_recorded_stretch_is_drawn_to_scale():

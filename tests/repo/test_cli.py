@@ -456,7 +456,8 @@ def test_help_and_pull_never_wait_for_torch():
     assert done.returncode == 0, done.stderr
 
 
-def test_ctrl_c_outside_an_answer_is_no_traceback(model, tmp_path):
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_outside_an_answer_is_no_traceback(sent):
     child = subprocess.Popen(
         [sys.executable, "-m", "foretell", "generate", "-"],
         stdin=subprocess.PIPE,
@@ -465,7 +466,7 @@ def test_ctrl_c_outside_an_answer_is_no_traceback(model, tmp_path):
     )
     child.stdin.write("word " * 40_000)  # more than a pipe holds: it is reading its prompt
     child.stdin.flush()
-    child.send_signal(signal.SIGINT)
+    child.send_signal(sent)
     child.stdin.close()
     assert child.wait() == 130
     assert child.stderr.read() == "foretell: interrupted\n"
