@@ -168,6 +168,7 @@ def serve(engine: EngineConfig, server: ServerConfig, trace: TraceFile = None) -
     from foretell.server.run import serve as run
 
     llm = _open(engine)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what ends a server once it has drained
     with terminal.traced(llm, trace):
         run(llm, server)
 
