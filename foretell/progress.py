@@ -31,8 +31,7 @@ def progress_bar(
     start = time.monotonic()
     if not shown or not sys.stderr.isatty():
         yield _lines(label, total, done) if shown and lines else lambda count, note="": None
-        took = time.monotonic() - start
-        if shown and lines and took > 2:
+        if shown and lines and (took := time.monotonic() - start) > 2:
             print(f"{label}: done in {took / 60:.1f} min", file=sys.stderr, flush=True)
         return
     from rich.console import Console

@@ -105,9 +105,8 @@ def advise(
         target, room = first.target, first.engine.runtime.max_model_len
         arms = [Arm(PLAIN, first, speculate=False), *(Arm(text, llms[text]) for text in llms)]
         asked = _at_once(conversations, batch)
-        turns = sum(len(c.turns) for c in asked)
-        with progress_bar(f"{batch} at once", turns, lines=True) as advance:
-            found = measure(arms, asked, replace(config, batch=batch), room, advance)
+        with progress_bar(f"{batch} at once", sum(len(c.turns) for c in asked), lines=True) as tick:
+            found = measure(arms, asked, replace(config, batch=batch), room, tick)
         if not found.complete:
             if not findings:
                 raise KeyboardInterrupt  # advice from half a measurement is none

@@ -62,7 +62,6 @@ def identify(rig: Rig) -> dict[str, Any]:
     options = {k: Path(v).name if k == "model" else v for k, v in speculation.options.items()}
     first = rig.engine.speculation
     assert first is not None
-    methods = [scheme.method for scheme in (first, *first.also)]
     shown = {"k": speculation.k, "verification": speculation.verification} | options
     if first.also:  # the others draft as configured only
         shown |= {"always drafting": speculation.method}
@@ -75,7 +74,7 @@ def identify(rig: Rig) -> dict[str, Any]:
     return {
         "model": Path(rig.engine.model).name,
         "weights": rig.target.weights,
-        "scheme": "+".join(methods),
+        "scheme": "+".join(scheme.method for scheme in (first, *first.also)),
         "settings": shown,
         "engine": {name: getattr(rig.engine, name) for name in limits},
         "files": {

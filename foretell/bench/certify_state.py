@@ -105,7 +105,7 @@ def _rebuild(clean: LLM, tokens: list[int]) -> Rebuilt:
     # With room for more than its first token, or it would have ended and let its pages go.
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     (copy,) = begin(clean, [(tokens, params)], 1, stay=True)
-    cells = {group: _cells(clean, group, copy, len(tokens)) for group in _layers(clean)}
+    cells = _cells(clean, copy, len(tokens))
     leave(clean, [copy])
     return tokens, cells
 
@@ -115,13 +115,13 @@ def _compare(
 ) -> None:
     """Every cell that is final, of every layer."""
     assert sequence.num_computed < len(sequence.tokens)
-    for group in _layers(llm):
+    for group, mine in _cells(llm, sequence, sequence.num_computed).items():
         count = sequence.num_computed
         if group == "draft" and llm.engine.drafter:
             count = min(count, llm.engine.drafter.needs.max_positions or count)
             if not sequence.speculate:  # the drafter failed and no longer watches
                 continue
-        mine, theirs = _cells(llm, group, sequence, count), whole[group][:, :count]
+        mine, theirs = mine[:, :count], whole[group][:, :count]
         part.count(f"{group} cells", count)
         if not torch.equal(mine, theirs):
             wrong = (mine != theirs).flatten(2).any(2)  # [2 * layers, count]
@@ -135,18 +135,17 @@ def _compare(
             )
 
 
-def _layers(llm: LLM) -> list[str]:
-    kv = llm.engine.runtime.kv
+def _cells(llm: LLM, sequence: Sequence, count: int) -> dict[str, Tensor]:
+    """The first ``count`` cells of a sequence by layer group: [2 * layers, count, Hkv, D], K and V
+    in turn."""
+    kv, pages = llm.engine.runtime.kv, sequence.pages
     assert kv is not None
-    return list(kv.layers)
-
-
-def _cells(llm: LLM, group: str, sequence: Sequence, count: int) -> Tensor:
-    """The first ``count`` cells of a sequence: [2 * layers, count, Hkv, D], K and V in turn."""
-    kv = llm.engine.runtime.kv
-    assert kv is not None
-    caches = [cache[sequence.pages] for layer in kv.layers[group] for cache in layer]
-    return torch.stack([cache.transpose(1, 2).flatten(0, 1)[:count] for cache in caches])
+    return {
+        group: torch.stack(
+            [c[pages].transpose(1, 2).flatten(0, 1)[:count] for pair in layers for c in pair]
+        )
+        for group, layers in kv.layers.items()
+    }
 
 
 def _check_pages(part: Part, llm: LLM, when: str) -> None:

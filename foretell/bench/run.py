@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
@@ -238,8 +238,11 @@ def check_writable(path: Path) -> None:
         raise ValueError(f"{path}: is a folder; name a file")
     if not path.parent.is_dir():
         raise ValueError(f"{path}: there is no folder {path.parent}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"{path}: cannot be written (no permission)")
+    try:
+        if path.is_file() or not path.exists():  # else a pipe or a device
+            tempfile.TemporaryFile(dir=path.parent).close()  # what is written first lies beside it
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written ({error.strerror or error})") from None
 
 
 def write_json(path: Path, measurement: Measurement, facts: dict[str, Any]) -> None:

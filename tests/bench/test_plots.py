@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import xml.etree.ElementTree as ET
+from itertools import pairwise
 
 import pytest
 
@@ -40,6 +41,16 @@ def test_points_lie_to_scale_inside_the_picture() -> None:
     assert half == pytest.approx((bottom + top) / 2, abs=0.1)
     assert top < bottom
     assert {"T", "step", "share", "0%", "100%", "0", "10"} <= set(texts(chart))
+
+
+def test_doublings_are_evenly_apart_and_each_has_its_tick() -> None:
+    picture = line_chart({"a": [(b, 1.0) for b in (1, 2, 4, 8)]}, "t", "x", "y", doubling=True)
+    across = [float(x) for x in re.findall(r'<circle[^>]* cx="([0-9.]+)"', picture)]
+    steps = [after - before for before, after in pairwise(across)]
+    assert steps == pytest.approx([steps[0]] * 3, abs=0.02)
+    for written in ("1", "2", "4", "8"):
+        assert f">{written}</text>" in picture
+    assert "a: 1 at 8" in picture
 
 
 def test_each_tick_is_written_once() -> None:
