@@ -160,7 +160,7 @@ def _measure(engine: Engine, drafting: Drafting, costs: Costs) -> bool:
     drafts, stand_in = drafting.propose, partial(_chains, engine.runtime.vocab_size)
     whole = False
     try:
-        with _running(engine, drafting):
+        with _running(engine, drafting, given):
             sizes = _sizes(drafting)
             began, left = time.perf_counter(), [*sizes * _REPEATS]
             while left and engine.has_work and time.perf_counter() - began < MOST_SECONDS:
@@ -196,7 +196,7 @@ def _chains(vocab_size: int, items: list[Item]) -> TokenTree:
 
 
 @contextlib.contextmanager
-def _running(engine: Engine, drafting: Drafting) -> Generator[None]:
+def _running(engine: Engine, drafting: Drafting, given: _Given) -> Generator[None]:
     """An answer in progress, for which everything has run once; it is gone afterwards."""
     rng = random.Random(0)
     length = max(1, min(_PROMPT, engine.runtime.max_model_len // 4))
@@ -204,11 +204,11 @@ def _running(engine: Engine, drafting: Drafting) -> Generator[None]:
     words = [rng.randrange(engine.runtime.vocab_size) for _ in range(1 + length // 2)]
     tokens = (words * 2)[:length]  # repeats itself, so that prompt lookup finds something
     engine.add(Sequence("calibration", tokens, params, seed=0))
-    given, drafting.learning = engine.scheduler.budget, False
+    drafting.learning = False
     try:
         # The prompt's step, and the first of each kind: they may compile.
         for grant in (Grant(), Grant(), *(grant for grant, own in _sizes(drafting) if own)):
-            given.grant = grant  # type: ignore[union-attr]
+            given.grant = grant
             engine.step()
         drafting.learning = True
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shlex
 from dataclasses import replace
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from foretell.bench import advise as advising
 from foretell.bench.advise import Finding, _print, _print_prediction, _ratios, bootstrap
@@ -23,8 +25,9 @@ from foretell.config import EngineConfig, SpeculationConfig
 from tests.train import rig
 
 
-class Page:
+class Page(Console):
     def __init__(self) -> None:
+        super().__init__(file=io.StringIO())
         self.lines: list[str] = []
 
     def print(self, text, **_) -> None:
@@ -33,7 +36,7 @@ class Page:
 
 def advice(*findings: Finding) -> list[str]:
     page = Page()
-    _print(page, list(findings), BenchConfig(), EngineConfig(), None)  # type: ignore[arg-type]
+    _print(page, list(findings), BenchConfig(), EngineConfig(), None)
     return page.lines
 
 
@@ -72,7 +75,7 @@ def test_the_best_scheme_with_flags_that_can_be_pasted():
 
 def test_flags_say_what_was_measured_with():
     page, engine = Page(), EngineConfig(model="my model", weights="bf16", threads=3, max_num_seqs=8)
-    _print(page, [found("auto", 4, 1.8)], BenchConfig(), engine, Path("a b.jsonl"))  # type: ignore[arg-type]
+    _print(page, [found("auto", 4, 1.8)], BenchConfig(), engine, Path("a b.jsonl"))
     serve, bench = (shlex.split(line, comments=True) for line in page.lines[-2:])
     same = ["--speculation", "auto", "--model", "my model", "--weights", "bf16"]
     same += ["--max-num-seqs", "8", "--threads", "3"]
@@ -93,7 +96,7 @@ def test_it_promises_what_the_bench_prints(tmp_path, monkeypatch):
     monkeypatch.setattr(advising, "summarize", watched)
     (finding,) = advising.advise(
         ["prompt-lookup:k=3"], BenchConfig(max_tokens=6), rig.engine(model),
-        prompts=tmp_path / "own.jsonl", batches=[2], console=Page(),  # type: ignore[arg-type]
+        prompts=tmp_path / "own.jsonl", batches=[2], console=Page(),
     )  # fmt: skip
     line = next(line for line in lines if line.scheme == finding.scheme)
     assert (line.num_conversations, line.num_answers) == (3, 6)
@@ -153,7 +156,7 @@ def test_no_advice_from_half_a_measurement_and_little_trust_in_one_prompt(tmp_pa
     def advise(batches: list[int]) -> list[Finding]:
         return advising.advise(
             ["prompt-lookup:k=3"], BenchConfig(max_tokens=4), rig.engine(model),
-            prompts=tmp_path / "one.jsonl", batches=batches, console=page,  # type: ignore[arg-type]
+            prompts=tmp_path / "one.jsonl", batches=batches, console=page,
         )  # fmt: skip
 
     advise([1])
@@ -202,7 +205,7 @@ def test_drafts_pay_less_the_more_run_at_once():
     assert all(a[0] >= b[0] - 0.05 for a, b in pairwise(ups))
     assert line.speedup("prompt-lookup:k=5", [0.0] * 5, 1, 500) == (1.0, 0)
     page = Page()
-    _print_prediction(page, [found("eagle:k=5", 1, 2.0)], line, 500)  # type: ignore[arg-type]
+    _print_prediction(page, [found("eagle:k=5", 1, 2.0)], line, 500)
     text = "\n".join(page.lines)
     assert "not measured" in text
     assert "same acceptance" in text
