@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 
 import pytest
@@ -354,3 +355,53 @@ def test_a_scheme_that_knows_its_chances_is_tried_at_the_price_of_its_draft():
         + policy.costs.observe[0]((1, 0))
     )
     assert known < 0.5 * blind
+
+
+def test_who_comes_to_a_slot_is_looked_at():
+    """A choice that nobody drafts serves many steps, but only those for whom it was made."""
+    world = World([Draft(lambda slot, step: 0.0)], lambda step: 1)
+    policy = controller(world)
+    world.run(400, policy)
+    policy.probes[0].free, policy.probes[0].credit, policy.probes[0].price = 0, 0.0, 1.0
+    for _ in range(20):
+        policy.choose([Seat(0, 200, [Limit(8, 8)], [0])], 480)
+        if policy.silent([0]):
+            break
+    assert policy.silent([0])
+    assert not policy.silent([1])
+    policy.forget([0])
+    assert not policy.silent([0])
+
+
+def test_a_noisy_machine_is_no_cost_of_a_scheme():
+    costs, rng = Costs([True]), random.Random(0)
+    for _ in range(400):
+        costs.learn_beside(0, 2, 200, 200, costs.base(2) * math.exp(rng.gauss(0, 0.2)))
+    assert costs.beside[0] < 0.02 * costs.base(2)
+    for _ in range(2000):
+        costs.learn_beside(0, 2, 200, 200, 1.3 * costs.base(2))
+    assert costs.beside[0] > 0.2 * costs.base(2), "what is there all the time is one"
+
+
+def test_how_rows_compare_outlasts_a_noisy_hour():
+    """Known from a calibration, it moves slowly; the pace takes what slows all."""
+    costs, rng = Costs([False]), random.Random(1)
+    for _ in range(4):
+        for rows in (1, 2, 3, 4, 8, 16):
+            costs.learn_target(rows, 0, 0, 0.01 * (1 + 0.1 * (rows - 1)))
+    costs.restore(costs.state())
+    for _ in range(300):
+        rows = rng.choice([1, 2])
+        costs.learn_target(rows, 0, 0, 0.02 * (1 + 0.1 * (rows - 1)) * math.exp(rng.gauss(0, 0.2)))
+    assert costs.base(2) / costs.base(1) == pytest.approx(1.1, abs=0.04)
+    assert costs.pace > 1.5
+
+
+def test_the_first_token_of_a_draft_costs_no_level():
+    costs = Costs([True])
+    for _ in range(200):
+        for levels in (1, 2, 4):
+            costs.learn_propose(0, levels, levels, 0, 0.0005 + 0.002 * (levels - 1))
+    call, level, _ = costs.propose[0].weights
+    assert call == pytest.approx(0.0005, rel=0.2)
+    assert level == pytest.approx(0.002, rel=0.1)
