@@ -6,11 +6,16 @@
 
 All of them answer the same prompts in one process and take turns of a fifth of a second, so that
 what else the machine does slows all alike; each answer has the same number of tokens (end of text
-is ignored). As many run at once as the batch says: who ends makes room for the next, as in a server
-under load. A ratio is the median over rounds. `best fixed` is the best of plain and of all fixed
-settings. The first round of each is not counted, as in the first answers after a start a controller
-has still to learn what a scheme is worth; `cold` is its ratio to plain. Prompts are few and come
-from the prefix cache from then on, so that decoding is what is compared.
+is ignored). As many run at once as the batch says: who ends makes room for the next, as in a
+server under load. A ratio is the median over rounds. There are two plain engines, the same in
+everything: `plain` is the mean of both, and `twin` how they compare, which is what this can tell
+apart. The best fixed setting is looked for among all; those that a round shows to be more than a
+tenth behind drop out. The first round of each is not counted otherwise, as in the first answers
+after a start a controller has still to learn what a scheme is worth; `cold` is its ratio to plain.
+Prompts are few and come from the prefix cache from then on, so that decoding is what is compared.
+
+`--clock cpu` counts the seconds that this process computes, not those in which others have its
+core: for one thread on a machine that is not quiet.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +53,15 @@ FIXED = {
     "useless": ["useless:Useless,ms=1,k={k}", (1, 4)],
     "head": ["{head}k={k}", (1, 2, 4)],
 }
-PLAIN = "plain"
+PLAIN, TWIN, ADAPTIVE = "plain", "plain again", "adaptive"
 SPARE = 8
 """Answers that come after the first ``batch``, if that is larger."""
 SLICE = 0.2
 """Seconds that one has before the next one's turn."""
+COLUMNS = ("scheme", "task", "batch", "plain tok/s", "twin", "x plain", "best", "x best", "cold")
+BEHIND = 0.9
+"""A fixed setting that is slower than this many times the best one drops out."""
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def prompts(llm: LLM, task: str, count: int, round_: int) -> list[list[int]]:
@@ -62,7 +71,9 @@ def prompts(llm: LLM, task: str, count: int, round_: int) -> list[list[int]]:
     return [llm.chat_prompt([{"role": "user", "content": c.turns[0]}]) for c in picked]
 
 
-def timed(llm: LLM, sequences: list[Sequence], batch: int) -> Iterator[float]:
+def timed(
+    llm: LLM, sequences: list[Sequence], batch: int, clock: Callable[[], float]
+) -> Iterator[float]:
     """Tokens a second while ``batch`` answers run: who ends makes room for the next, as under load.
     It counts from the first token of all that begin until no other waits.
 
@@ -77,7 +88,7 @@ def timed(llm: LLM, sequences: list[Sequence], batch: int) -> Iterator[float]:
         llm._step()  # one step of whatever is in flight
     yield 0.0
     before, seconds = sum(sequence.num_output for sequence in running), 0.0
-    start, busy = time.perf_counter(), True
+    start, busy = clock(), True
     while busy:
         llm._step()
         ended = [sequence for sequence in running if sequence.finished]
@@ -86,10 +97,10 @@ def timed(llm: LLM, sequences: list[Sequence], batch: int) -> Iterator[float]:
             running.remove(sequence)
             running.append(waiting.popleft())
             engine.add(running[-1])
-        if not busy or time.perf_counter() - start > SLICE:
-            seconds += time.perf_counter() - start
+        if not busy or clock() - start > SLICE:
+            seconds += clock() - start
             yield 0.0
-            start = time.perf_counter()
+            start = clock()
     for sequence in running:
         engine.abort(sequence.request_id)
     engine.drain()
@@ -109,11 +120,11 @@ def race(runs: dict[str, Iterator[float]]) -> dict[str, float]:
 
 
 def cell(
-    llms: dict[str, LLM], task: str, batch: int, rounds: int, tokens: int
+    llms: dict[str, LLM], task: str, batch: int, rounds: int, tokens: int, clock: str
 ) -> dict[str, list[float]]:
-    """Tokens a second of each arm, round by round."""
+    """Tokens a second of each arm, round by round, as long as it is in the race."""
     found: dict[str, list[float]] = {name: [] for name in llms}
-    adaptive = llms["adaptive"]
+    adaptive, racing = llms[ADAPTIVE], dict(llms)
     if adaptive.engine.drafting and adaptive.engine.drafting.controller:
         controller = adaptive.engine.drafting.controller
         adaptive.engine.drafting.use(controller.costs)  # nothing of the other tasks
@@ -128,39 +139,49 @@ def cell(
             for i in range(count)
         ]
         runs: dict[str, Iterator[float]] = {}
-        for name, llm in llms.items():
+        for name, llm in racing.items():
             sequences = [
-                llm.sequences(ids, own, name != PLAIN)[0]
-                for ids, own in zip(asked, params, strict=True)
+                llm.sequences(ids, own, True)[0] for ids, own in zip(asked, params, strict=True)
             ]
-            runs[name] = timed(llm, sequences, batch)
-        for name, rate in race(runs).items():
+            runs[name] = timed(llm, sequences, batch, CLOCKS[clock])
+        rates = race(runs)
+        for name, rate in rates.items():
             found[name].append(rate)
+        best = max(rate for name, rate in rates.items() if name != ADAPTIVE)
+        for name in set(rates) - {PLAIN, TWIN, ADAPTIVE}:
+            if rates[name] < BEHIND * best:
+                del racing[name]
     return found
 
 
 def ratios(found: dict[str, list[float]]) -> dict[str, Any]:
     """Medians over rounds, the first one left out."""
-    rows = list(zip(*found.values(), strict=True))
-    names = list(found)
-    plain, own = names.index(PLAIN), names.index("adaptive")
-    kept = rows[1:]
+    plains = [(a + b) / 2 for a, b in zip(found[PLAIN], found[TWIN], strict=True)]
+    own = found[ADAPTIVE]
+    fixed = {name: rates for name, rates in found.items() if name not in (TWIN, ADAPTIVE)}
     against = {
-        name: statistics.median(row[own] / row[i] for row in kept) for i, name in enumerate(names)
+        name: _median_ratio(own, rates)
+        for name, rates in (fixed | {PLAIN: plains}).items()
+        if len(rates) == len(own)
     }
-    best = min((name for name in names if name != "adaptive"), key=lambda name: against[name])
+    best = min(against, key=lambda name: against[name])
     return {
-        "plain": statistics.median(row[plain] for row in kept),
+        "plain": statistics.median(plains[1:]),
+        "twin": _median_ratio(found[TWIN], found[PLAIN]),
         "adaptive/plain": against[PLAIN],
         "best": best,
         "adaptive/best": against[best],
-        "cold": rows[0][own] / rows[0][plain],
+        "cold": own[0] / plains[0],
         "rounds": found,
     }
 
 
+def _median_ratio(one: list[float], other: list[float]) -> float:
+    return statistics.median(a / b for a, b in list(zip(one, other, strict=True))[1:])
+
+
 def open_arms(scheme: str, given: argparse.Namespace) -> dict[str, LLM]:
-    """An engine for each way to decode, over one target; plain is the adaptive one, told not to."""
+    """An engine for each way to decode, over one target."""
     pattern, sizes = FIXED[scheme]
     most = max(BATCHES)
     options = {"weights": given.weights, "max_num_seqs": most, "max_num_batched_tokens": 512}
@@ -169,7 +190,8 @@ def open_arms(scheme: str, given: argparse.Namespace) -> dict[str, LLM]:
         options["threads"] = given.threads
     text = pattern.format(k=max(sizes), head=given.head)
     adaptive = LLM(given.model, speculation=text, **options)
-    arms = {PLAIN: LLM(adaptive.target, **options), "adaptive": adaptive}
+    arms = {PLAIN: LLM(adaptive.target, **options), ADAPTIVE: adaptive}
+    arms[TWIN] = LLM(adaptive.target, **options)
     for k in sizes:
         text = pattern.format(k=k, head=given.head) + ",adaptive=false"
         arms[f"k={k}"] = LLM(adaptive.target, speculation=text, **options)
@@ -189,6 +211,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="that count, for each cell")
     parser.add_argument("--tokens", type=int, default=96, help="of each answer")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
     parser.add_argument("--json", type=Path, help="adds the cells to what the file has already")
     given = parser.parse_args()
     schemes = given.schemes or ["head", "lookup", "useless"]
@@ -198,15 +221,17 @@ def main() -> None:
     if given.json and given.json.exists():
         cells = json.loads(given.json.read_text())["cells"]
     table = Table(title="adaptive decoding against plain and the best fixed setting")
-    for name in ("scheme", "task", "batch", "plain tok/s", "x plain", "best", "x best", "cold"):
+    for name in COLUMNS:
         table.add_column(name, justify="left" if name in ("scheme", "task", "best") else "right")
     for scheme in schemes:
         llms = open_arms(scheme, given)
         for task in given.tasks:
             for batch in given.batches:
-                found = ratios(cell(llms, task, batch, given.rounds, given.tokens))
+                rates = cell(llms, task, batch, given.rounds, given.tokens, given.clock)
+                found = ratios(rates)
                 cells[f"{scheme} {task} {batch}"] = found
-                numbers = [f"{found['plain']:.0f}", f"{found['adaptive/plain']:.3f}"]
+                numbers = [f"{found['plain']:.0f}", f"{found['twin']:.3f}"]
+                numbers += [f"{found['adaptive/plain']:.3f}"]
                 numbers += [found["best"], f"{found['adaptive/best']:.3f}", f"{found['cold']:.3f}"]
                 table.add_row(scheme, task, str(batch), *numbers)
                 print(scheme, task, batch, *numbers, flush=True)
