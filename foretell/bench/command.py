@@ -100,6 +100,8 @@ def bench(
         say(console, note)
     more = measurement.complete
     swept = sweep(arms, conversations, config, room) if break_even and more else {}
+    if break_even and more and (left := [batch for batch in BATCHES if batch not in swept]):
+        say(console, f"Interrupted: not tried with {left[0]} at once and more.")
     facts = {
         "environment": environment(),
         "bench": asdict(config) | {"prompts": str(prompts or "default"), "limit": limit},

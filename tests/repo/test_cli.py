@@ -10,12 +10,14 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import foretell
 from foretell import terminal
+from foretell.bench import command
 from foretell.bench.certify_config import CertifyConfig
 from foretell.bench.run import BenchConfig
 from foretell.cli import main
@@ -223,6 +225,24 @@ def test_bench_writes_a_report_and_a_trace(run, tmp_path):
     tracks = {e["args"]["name"] for e in json.loads(trace.read_text()) if e["ph"] == "M"}
     host = "plain and prompt-lookup:k=4,adaptive=false"
     assert tracks == {"foretell", host, f"{host}: device"}
+
+
+def test_bench_says_where_its_break_even_was_interrupted(run, tmp_path, monkeypatch):
+    prompts, facts, measure = tmp_path / "p.jsonl", tmp_path / "f.json", command.measure
+    prompts.write_text('{"prompt": "ab ab ab"}\n')
+
+    def cut(arms, conversations, config, *rest):
+        found = measure(arms, conversations, config, *rest)
+        return replace(found, complete=found.complete and config.batch < 4)
+
+    monkeypatch.setattr(command, "measure", cut)
+    asked = "bench", "--max-tokens=4", LOOKUP, f"--prompts={prompts}", f"--json={facts}"
+    _, whole, _ = run(*asked)
+    status, out, _ = run(*asked, "--break-even")
+    assert status == 0
+    assert "Interrupted" not in whole
+    assert "Interrupted: not tried with 4 at once and more." in out
+    assert list(json.loads(facts.read_text())["break_even"]) == ["1", "2"]
 
 
 def test_raw_and_chat_differ_by_the_template(run):
