@@ -19,7 +19,7 @@ from foretell.config import Weights
 from foretell.models.dots import width as number_bytes
 from foretell.models.fitting import fit
 from foretell.models.quant import GROUP, PANEL, TURNED
-from foretell.models.tiles import LIKE, SIZES, group_of, most_rows, tile
+from foretell.models.tiles import LIKE, SIZES, group_of, tile
 
 _PIECE = 2
 """Panels handed out at once."""
@@ -78,7 +78,7 @@ def _multiply(
         out: address of the outputs; rows are `width` items apart.
         counter: address of an int64 that counts what was handed out.
     """
-    block = most_rows(like)
+    block = _D
     if WIDE:
         block = 8 if rows >= 16 else (4 if rows >= 8 else 2)
     start = fetch_add(counter, _PIECE)

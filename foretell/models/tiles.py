@@ -132,8 +132,9 @@ class _Tile:
                 parts = [
                     taken_apart(code, self.kind, self.vector(place, 64 * t)) for t in self.tiles
                 ]
-                for i, part in enumerate(zip(*parts, strict=True)):
-                    for m, row in enumerate(self.x):
+                # Row by row: the other way round takes more registers than narrow machines have.
+                for m, row in enumerate(self.x):
+                    for i, part in enumerate(zip(*parts, strict=True)):
                         x = self.spread(
                             code.at(row, b.mul(at, integer(wider))), 4 * i + more * wider
                         )
@@ -215,13 +216,6 @@ _KINDS: dict[str, Weights] = {str(array.dtype): kind for kind, array in LIKE.ite
 def kind_of(like: Any) -> Weights:
     """The format that an array type stands for."""
     return _KINDS[str(like.dtype)]
-
-
-@intrinsic
-def most_rows(typing: Any, like: Any) -> Any:
-    """Rows of the format's largest tile: four of int8 would be too many for 16 registers."""
-    size = min(SIZES[-1], 3) if kind_of(like) == "int8" and not WIDE else SIZES[-1]
-    return types.int64(like), lambda *_: integer(size)
 
 
 @intrinsic
