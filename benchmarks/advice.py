@@ -2,10 +2,12 @@
 
     python benchmarks/advice.py                                   # our own workload
     python benchmarks/advice.py spec_bench.jsonl --clock passes   # on a machine with other work
+    python benchmarks/advice.py --clock cpu                       # likewise
 
 With ``--clock passes`` time goes by what passes of so many rows cost (`pass_cost.py`: int8, the
 default model), so that neither noise nor other programs matter and what is left is how the two
-commands differ. Both are asked the same prompts, short ones from all over the file.
+commands differ. With ``--clock cpu`` it is what this process computes. Both are asked the same
+prompts, short ones from all over the file, with one thread.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--clock", choices=["wall", "passes"], default="wall")
+    parser.add_argument("--clock", choices=["wall", "cpu", "passes"], default="wall")
     args = parser.parse_args()
     given = read_workload(args.prompts) if args.prompts else default_workload()
     short = [replace(c, category="all") for c in given if sum(map(len, c.turns)) < SHORT]
@@ -87,6 +89,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if args.clock == "passes":
             go_by_passes(Path(folder))
+        elif args.clock == "cpu":
+            time.perf_counter = time.process_time
         prompts, out = Path(folder) / "prompts.jsonl", Path(folder) / "bench.json"
         lines = [{"id": c.id, "turns": c.turns} for c in pick(short, args.sample)]
         prompts.write_text("\n".join(map(json.dumps, lines)))
