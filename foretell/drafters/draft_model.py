@@ -84,6 +84,9 @@ class DraftModel(Drafter):
             runtime.max_num_seqs, self.vocab_size, dtype=torch.float32, device=runtime.device
         )  # [slots, V]
 
+    def warm(self) -> None:
+        self.runtime.forward(self.draft.model, run_rows([0], [0], [[0]]))
+
     def observe(self, commit: Commit) -> None:
         """Runs every committed token that the draft has not run yet, all sequences at once."""
         runs: list[tuple[_Slot, int, list[int]]] = []  # state, first position, tokens

@@ -71,8 +71,9 @@ def build_engine(
     groups = [runtime.target_group, *([draft_group] if draft_group else [])]
     if leader is not None:  # they take their KV from the same memory
         groups += [runtime.target_group] * (leader.group.neighbours - 1)
-    begin = runtime.begin if isinstance(runtime, ParallelRuntime) else runtime.allocate
-    begin(runtime.room(config, groups), draft_group)
+    runtime.begin(runtime.room(config, groups), draft_group)
+    for drafter in drafters:
+        drafter.warm()
     engine = Engine(config, runtime, drafters, frozenset(target.config.eos_token_ids))
     calibrate(engine, target)
     return engine, target

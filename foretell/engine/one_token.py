@@ -100,10 +100,13 @@ class OneToken(Schedule):
         runtime, where = self.device.runtime, self.device.runtime.device
         self._row = torch.tensor([span.row for span in spans], device=where)  # [B]
         self._has = torch.tensor([item.budget > 0 for item in self.items], device=where)
+        # As numbers: how many a mask picks the host would have to ask the device.
+        which = [i for i, item in enumerate(self.items) if item.budget]
+        drafted = torch.tensor(which, device=where)
         runtime.prepare(rows)
 
         def run() -> Output:
-            rows.late.append((self._row[self._has] + 1, self.drafted.value()[self._has]))
+            rows.late.append((self._row[drafted] + 1, self.drafted.value()[drafted]))
             return runtime.forward_target(rows)
 
         return self.device.submit("target", run)

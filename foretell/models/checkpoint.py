@@ -189,24 +189,26 @@ class Safetensors:
         Raises:
             ValueError: scales that do not fit their matrix.
         """
-        handle = self._handle(self._files[name])
-        if cut is not None and name not in self._scales:
-            where = slice(cut.start, cut.stop)
-            return handle.get_slice(name)[where if cut.axis == 0 else (slice(None), where)]
-        tensor = handle.get_tensor(name)
+        handle, shape = self._handle(self._files[name]), self.shapes[name]
+        where = [slice(0, size) for size in shape]
+        if cut is None:
+            tensor = handle.get_tensor(name)
+        else:
+            where[cut.axis] = slice(cut.start, cut.stop)
+            tensor = handle.get_slice(name)[tuple(where)]
         if name not in self._scales:
             return tensor
         scale = self._handle(self._files[name + _SCALE]).get_tensor(name + _SCALE).float()
-        blocks = tuple(-(-size // FP8_BLOCK) for size in tensor.shape)
+        blocks = tuple(-(-size // FP8_BLOCK) for size in shape)
         if tensor.element_size() != 1 or not tensor.is_floating_point() or scale.shape != blocks:
             raise ValueError(
-                f"{self.path}: {name} is {tensor.dtype} {list(tensor.shape)} with scales "
+                f"{self.path}: {name} is {tensor.dtype} {list(shape)} with scales "
                 f"{list(scale.shape)}; scales are for 8-bit floats in blocks of {FP8_BLOCK}"
             )
-        for axis, size in enumerate(tensor.shape):
-            scale = scale.repeat_interleave(FP8_BLOCK, axis).narrow(axis, 0, size)
-        tensor = tensor.float() * scale
-        return tensor if cut is None else cut.of(tensor)
+        for axis, part in enumerate(where):
+            places = torch.arange(part.start, part.stop) // FP8_BLOCK
+            scale = scale.index_select(axis, places)
+        return tensor.float() * scale
 
 
 class TorchFile:

@@ -82,11 +82,13 @@ def serve(runtime: Runtime, channel: Channel, head: Head | None) -> None:
         assert head is not None
         assert head.ranks is not None
         if what == HEAD:
-            given = head.ranks.share(torch.empty(rows, head.config.hidden_size))
+            given = torch.empty(rows, head.config.hidden_size, device=runtime.device)
+            head.ranks.share(given)
             runtime.run_head(head, ready, given)
         else:
             assert features is not None
-            both = head.ranks.share(torch.empty(rows + sequences, dtype=torch.int64))
+            both = torch.empty(rows + sequences, dtype=torch.int64, device=runtime.device)
+            head.ranks.share(both)
             runtime.follow_target(head, both[:rows], head.feature(features), both[rows:])
 
 

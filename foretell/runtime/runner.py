@@ -22,6 +22,7 @@ from foretell.models.head import Head
 from foretell.models.loader import LoadedModel
 from foretell.runtime.batch import Batch, fill, pack, view
 from foretell.runtime.kv import KVPool, num_pages_for, page_bytes
+from foretell.runtime.sampling import draw
 from foretell.runtime.stream import Inline, Stream, Work
 from foretell.spec.drafter import KVGroup, Rows, run_rows
 from foretell.spec.noise import gumbel
@@ -121,10 +122,19 @@ class Runtime:
         groups = {"target": self.target_group} | ({"draft": draft} if draft else {})
         self.kv = KVPool(groups, num_pages, self.page_size, self.device)
 
+    def begin(self, num_pages: int, draft: KVGroup | None) -> None:
+        """`allocate` and `warm`."""
+        self.allocate(num_pages, draft)
+        self.warm()
+
     def warm(self) -> None:
-        """Runs a row for nothing, so that all is compiled that a pass calls."""
+        """Runs a row for nothing and draws from it, so that all is compiled that a step calls: a
+        server that takes requests answers them."""
         self.set_pages(0, [0])
-        self.run_target(self._prepare(run_rows([0], [0], [[0]])))
+        logits = self.run_target(self._prepare(run_rows([0], [0], [[0]]))).logits
+        if logits.numel():  # rank 0 has all of them
+            draw(logits, [False], [0], [0])
+        self.sampler_noise([0], [0])
 
     def set_pages(self, slot: int, pages: SequenceOf[int]) -> None:
         """Writes a sequence's page table."""

@@ -246,7 +246,7 @@ class _PassedOn(Response):
             while True:
                 for message in messages:
                     await send(message)
-                    more = message.get("more_body", True)
+                    more = message["type"] == "http.response.start" or message.get("more_body")
                 messages = await anext(self.answer)
         except (StopAsyncIteration, *_LOST):
             if more:

@@ -19,11 +19,22 @@ from foretell.server.run import listen
 try:
     import ray
     from ray import serve as ray_serve
+    from ray.exceptions import RayError
     from ray.serve.schema import LoggingConfig
 
     from foretell.server.ray_app import application
 except ImportError:
     raise ValueError("replicas need Ray: pip install 'foretell[ray]'") from None
+
+SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "120",
+}
+"""Of Ray, where nothing else is set. By default its workers are nice (15): an engine gets next to
+nothing of a core on which something else runs. And after 5 or 10 seconds it gives up a proxy, and
+all its connections, that is only late while engines load and compile."""
 
 
 def serve(engine: EngineConfig, server: ServerConfig) -> None:
@@ -35,7 +46,8 @@ def serve(engine: EngineConfig, server: ServerConfig) -> None:
     """
     with listen(server.host, server.port) as free:
         server = dataclasses.replace(server, port=free.getsockname()[1])
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
     if os.environ.get("RAY_ADDRESS"):
         ray.init(log_to_driver=False)
     else:
@@ -56,7 +68,7 @@ def serve(engine: EngineConfig, server: ServerConfig) -> None:
         ray_serve.delete("foretell", _blocking=False)  # else it gives up after a minute
         while "foretell" in ray_serve.status().applications:
             time.sleep(0.2)
-    except RuntimeError as error:
+    except (RuntimeError, RayError) as error:
         raise ValueError(f"no replica could be started: {error}") from None
     finally:
         ray_serve.shutdown()

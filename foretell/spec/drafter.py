@@ -238,6 +238,9 @@ class Drafter:
         self.options = read_options(self.Options, config.options, config.method)
         self.runtime = runtime
 
+    def warm(self) -> None:
+        """Compiles what the target's pass has not: slot 0 has a page."""
+
     def observe(self, commit: Commit) -> None:
         """Takes in every row that became final, each once and in order: after the target's pass, or
         later with others, but always before drafts are wanted for its sequence."""

@@ -7,11 +7,13 @@ import random
 import re
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretell.engine.device import Device
 from foretell.engine.one_token import OneToken
@@ -246,9 +248,22 @@ def test_what_a_head_has_followed_it_is_not_shown_again(monkeypatch):
 
 @pytest.mark.parametrize("params", [tiny.greedy(), tiny.sampled(temperature=0.8)])
 def test_the_host_is_not_asked_between_pass_and_head(params, monkeypatch):
-    """Nothing of what is drawn or accepted is read while device work is made of it."""
+    """Nothing of what is drawn or accepted is read while device work is made of it, nor does any
+    tensor's size depend on it."""
     llm, here = beside(tiny.llm(SINGLE[1])), threading.local()
     run, names, single = Work.run, set(), False
+    waits: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name = func.overloadpacket.__name__
+            sized = name in ("index", "index_put_") and any(
+                each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1]
+            )
+            asking = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2")
+            if (sized or name in asking) and here.device:
+                waits.append(name)
+            return func(*args, **(kwargs or {}))
 
     def way(items):
         nonlocal single
@@ -257,9 +272,10 @@ def test_the_host_is_not_asked_between_pass_and_head(params, monkeypatch):
         return found
 
     def watched(self):
-        here.device = self.name in ("draft", "sample", "head") and single
+        here.device = self.name in ("draft", "target", "sample", "head") and single
         names.update({self.name} if here.device else ())
-        run(self)
+        with Watch() if here.device else nullcontext():
+            run(self)
         here.device = False
 
     def reads(name):
@@ -271,13 +287,20 @@ def test_the_host_is_not_asked_between_pass_and_head(params, monkeypatch):
 
         return read
 
+    def pass_itself(ready):  # on a CPU its rows are read by the kernels' callers
+        here.device = False
+        return run_target(ready)
+
+    run_target = llm.engine.runtime.run_target
+    monkeypatch.setattr(llm.engine.runtime, "run_target", pass_itself)
     monkeypatch.setattr(Work, "run", watched)
     inner_way = llm.engine._way
     monkeypatch.setattr(llm.engine, "_way", way)
     for name in ("tolist", "item", "__bool__", "__int__", "__float__", "__index__"):
         monkeypatch.setattr(torch.Tensor, name, reads(name))
     llm.generate(PROMPTS[:4], params)
-    assert names == {"draft", "sample", "head"}
+    assert names == {"draft", "target", "sample", "head"}
+    assert not waits
     assert not llm.engine.metrics.drafter_errors, llm.engine.metrics.last_drafter_error
 
 

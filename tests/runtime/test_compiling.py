@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -87,3 +90,45 @@ def test_numba_tells_of_what_it_compiles(monkeypatch):
     monkeypatch.setattr(compiling.Notice, "on_end", lambda self, event: None)
     numba.njit(lambda x: x + 1)(1)
     assert heard
+
+
+STEPS = """
+import sys
+from numba.core.event import Listener, register
+from tests import heads, tiny
+from tests.runtime.ranks import OPTIONS, model
+from foretell.llm import LLM
+
+class Compiled(Listener):
+    def on_start(self, event):
+        print(event.data["dispatcher"], flush=True)
+    def on_end(self, event):
+        pass
+
+scheme = heads.scheme(sys.argv[1]) if sys.argv[1] == "eagle" else sys.argv[1]
+llm = LLM(str(model()), **OPTIONS | {"weights": sys.argv[2]}, speculation=tiny.fixed(scheme))
+register("numba:compile", Compiled())
+print("started", flush=True)
+for params in (tiny.greedy(), tiny.sampled(), tiny.sampled(top_k=5, repetition_penalty=1.1)):
+    llm.generate(tiny.prompts(6), params)
+assert llm.engine.metrics.drafted > 0
+assert not llm.engine.metrics.drafter_errors, llm.engine.metrics.last_drafter_error
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("scheme", "weights"),
+    [("prompt-lookup:k=4,ngram_min=1", "int8"), ("draft-model:weights=int4,k=3", "f32"),
+     ("eagle", "int8")],
+)  # fmt: skip
+def test_what_has_started_does_not_compile_any_more(scheme, weights, tmp_path):
+    """Who is told that a server is there must not wait for kernels."""
+    env = os.environ | {"PYTHONPATH": os.getcwd(), "NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", STEPS, scheme, weights],
+        env=env, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines() == ["started"]

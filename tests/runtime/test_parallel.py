@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import re
 import shutil
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 from foretell.config import EngineConfig, SpeculationConfig
 from foretell.llm import LLM
+from foretell.runtime.batch import FOLLOW, HEAD, HEADER, TARGET
 from foretell.runtime.identity import difference, identity
-from foretell.runtime.rank import memory
+from foretell.runtime.rank import memory, serve
+from foretell.runtime.ranks import Group
 from tests import heads, tiny
 from tests.runtime.ranks import OPTIONS, let_draft, model, start
 
@@ -89,6 +95,46 @@ def test_the_draft_is_on_the_leader_alone(two):
     # Nothing else of any size is alive there: not the draft under another name either.
     known = theirs["target weights"] + theirs["target KV"]
     assert known <= theirs["all tensors"] < known + 200_000
+
+
+def test_what_ranks_share_lies_where_their_tensors_do():
+    """NCCL takes no tensor of the host's."""
+    shared: list[torch.Tensor] = []
+    head = SimpleNamespace(
+        ranks=SimpleNamespace(share=shared.append),
+        config=SimpleNamespace(hidden_size=8), feature=lambda features: features,
+    )  # fmt: skip
+    layout = SimpleNamespace(page_table=[0, 1])
+    batch = SimpleNamespace(tokens=[3, 4, 5], layout=layout, moves=torch.zeros(2, 0))
+    ready = SimpleNamespace(batch=batch)
+    runtime = SimpleNamespace(
+        kv=object(), device=torch.device("meta"), plan=lambda words: ready, ran=ready,
+        run_target=lambda ready: SimpleNamespace(features=torch.zeros(3, 8)),
+        run_head=lambda *given: None, follow_target=lambda *given: None,
+    )  # fmt: skip
+    words = [np.array([0] * (HEADER - 1) + [what], np.int32) for what in (HEAD, TARGET, FOLLOW)]
+    told = iter([*words, None])
+    serve(runtime, SimpleNamespace(receive=lambda: next(told)), head)
+    assert [(x.device.type, tuple(x.shape)) for x in shared] == [("meta", (3, 8)), ("meta", (5,))]
+
+
+def test_tensors_on_cuda_are_exchanged_by_nccl_and_words_by_gloo(monkeypatch):
+    made = []
+
+    class NCCL:
+        Options = SimpleNamespace
+
+        def __init__(self, store, rank, world, options) -> None:
+            made.append((rank, world, options._timeout.total_seconds()))
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", NCCL, raising=False)
+    group = Group(0, 1, "127.0.0.1", 0, 5.0, neighbours=1, device=torch.device("cuda", 0))
+    words = group.words()
+    assert isinstance(words, dist.ProcessGroupGloo)
+    assert not made
+    group.connect()
+    assert made == [(0, 1, 10.0)]
+    group.close()
 
 
 def test_other_code_model_and_options_differ(tmp_path, monkeypatch):
