@@ -14,7 +14,6 @@ _WORTH_A_THREAD = 10_000_000
 """Multiply-adds from which a second thread pays for waking it (about 0.2 ms of work)."""
 NO_WINDOW = 1 << 40
 """The window of a layer that has none."""
-_ANCESTORS = np.uint64(2**64 - 2)  # bit 0 is the root, which the prefix counts
 
 
 class CpuAttention:
@@ -28,43 +27,29 @@ class CpuAttention:
     """
 
     def __init__(self, threads: int | None = None) -> None:
-        from foretell.attention import kernels
+        from foretell.attention import kernels, tiling
 
-        self._kernels = kernels
+        self._kernels, self._tiling = kernels, tiling
         self._threads = threads
 
     def plan(self, layout: Layout) -> None:
         """Cuts the rows into tiles: neighbours of one sequence, which share copied keys."""
         self._size = layout.page_size
         self._cells = layout.cells.numpy()
+        self._row_seq = layout.row_seq.numpy()
         table = np.ascontiguousarray(layout.page_table.numpy())
         ancestors = np.ascontiguousarray(layout.ancestors.numpy()).view(np.uint64)
-        rows = np.empty((len(ancestors), 4), np.int32)
-        rows[:, 0] = prefix = layout.prefix.numpy()
-        rows[:, 1] = layout.base.numpy()
-        rows[:, 2] = ends = prefix + np.bitwise_count(ancestors & _ANCESTORS)
-        rows[:, 3] = layout.positions.numpy()
-        self._keys = sum(ends.tolist())
-        self._row_seq: list[int] = layout.row_seq.tolist()
-        cut = self._cut(ends, self._row_seq)
-        self.num_parts = max(cut[1][:, 2].tolist(), default=1)
-        """Most parts of any row's keys."""
+        rows, self._keys = self._tiling.places(
+            layout.prefix.numpy(), layout.base.numpy(), ancestors, layout.positions.numpy()
+        )
+        *cut, self.num_parts = self._tiling.cut(rows, self._row_seq)
         self.planned = (rows, ancestors, *cut, table)
         """What the kernel reads of the layout."""
 
     def plan_of(self, picked: np.ndarray) -> tuple[np.ndarray, ...]:
         """The first four of `planned` for some of its rows [O], in ascending order."""
         rows, ancestors = self.planned[0][picked], self.planned[1][picked]
-        return rows, ancestors, *self._cut(rows[:, 2], [self._row_seq[i] for i in picked.tolist()])
-
-    def _cut(self, ends: np.ndarray, row_seq: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Tiles, and the pieces of work that they are."""
-        tiles, part = _tiles(row_seq, self._kernels.TILE), self._kernels.PART
-        pieces: list[tuple[int, int, int]] = []
-        for i, (first, end, _) in enumerate(tiles):
-            num = max(1, -(-int(ends[first:end].max()) // part))
-            pieces.extend((i, j, num) for j in range(num))
-        return np.array(tiles, np.int32).reshape(-1, 3), np.array(pieces, np.int32).reshape(-1, 3)
+        return rows, ancestors, *self._tiling.cut(rows, self._row_seq[picked])[:2]
 
     def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         """Stores k, v [R, Hkv, D] in the rows' cells; a row whose cell is negative stores none."""
@@ -96,14 +81,3 @@ class CpuAttention:
         shares = (self._threads or num_threads()) if worth else 1
         together(self._kernels.attend(keys.itemsize), arguments, shares, sync)
         return out
-
-
-def _tiles(row_seq: list[int], most: int) -> list[tuple[int, int, int]]:
-    """First row, end row, sequence: runs of one sequence, at most `most` rows."""
-    tiles: list[tuple[int, int, int]] = []
-    start = 0
-    for row in range(1, len(row_seq) + 1):
-        if row == len(row_seq) or row_seq[row] != row_seq[start] or row - start == most:
-            tiles.append((start, row, row_seq[start]))
-            start = row
-    return tiles

@@ -32,7 +32,7 @@ _PACKAGE = Path(__file__).parents[1]
 def _digest() -> str:
     sources = [p for part in ("attention", "models") for p in (_PACKAGE / part).glob("*.py")]
     seen = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
-    for path in [*sorted(sources), _PACKAGE / "runtime" / "noise_cpu.py"]:
+    for path in [*sorted(sources), *sorted((_PACKAGE / "runtime").glob("*_cpu.py"))]:
         seen.update(path.name.encode() + path.read_bytes())
     return seen.hexdigest()[:16]
 

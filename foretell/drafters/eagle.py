@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -120,6 +121,7 @@ class Eagle(Drafter):
             depth=self.shape.depth,
             max_positions=sizes.max_position_embeddings,
         )
+        self._noise = partial(runtime.sampler_noise, tokens=self.vocab.ids)
         self._limit = sizes.max_position_embeddings
         self._slots: dict[int, _Slot] = {}
         size, device = runtime.max_num_seqs, runtime.device
@@ -168,6 +170,8 @@ class Eagle(Drafter):
         ]
         if not any(budgets):
             return roots(ask.roots)
+        if self.options.is_chain and (drafted := self._chains(ask, budgets)):
+            return drafted
         carried = [max(sequence.slot, 0) for sequence in ask.sequences]
         slots = [sequence.slot for sequence in ask.sequences]
         # A token pairs with the feature of the place before it, so the root's cell is one less.
@@ -180,13 +184,13 @@ class Eagle(Drafter):
             logits, features = self.runtime.forward_head(self.head, rows, above)
             return logits
 
-        noise, first = self.runtime.sampler_noise, self._logits[carried]  # [B, Vd]
-        return grow_tree(ask, budgets, first, step, self.shape, noise, self.vocab)
+        first = self._logits[carried]  # [B, Vd]
+        return grow_tree(ask, budgets, first, step, self.shape, self._noise, self.vocab)
 
     def first(self, sequences: list[Sequence]) -> Tensor:
         """As `propose` with one node."""
         carried = self._logits[[sequence.slot for sequence in sequences]]  # [B, Vd]
-        tokens = first_tokens(sequences, carried, self.runtime.sampler_noise, self.vocab)
+        tokens = first_tokens(sequences, carried, self._noise, self.vocab)
         unready = [not self._ready(sequence) for sequence in sequences]
         return tokens.masked_fill(torch.tensor(unready, device=tokens.device), -1)
 
@@ -218,6 +222,16 @@ class Eagle(Drafter):
         """The target's law and its next feature, at every step of a draft: the paper's loss, and
         unrolled as HASS (2408.15766) does, since the head drafts on its own features."""
         return judge(head.unroll(batch, rule.steps), rule, rule.steps)
+
+    def _chains(self, ask: Ask, budgets: list[int]) -> TokenTree | None:
+        """All levels in one go, where the runtime can."""
+        most = self.shape.depth
+        lengths = [min(pair[0], pair[1], most) for pair in zip(budgets, ask.depths, strict=True)]
+        if not any(lengths):
+            return roots(ask.roots)
+        return self.runtime.draft_chains(
+            self.head, ask, lengths, self._logits, self._features, self.vocab
+        )
 
     def _ready(self, sequence: Sequence) -> bool:
         """Is what was carried over behind this sequence's root?"""

@@ -8,6 +8,8 @@ tree is the likeliest ``k`` nodes of the authors' own.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -67,13 +69,14 @@ class Medusa(Drafter):
         ]
         if not any(budgets):
             return roots(ask.roots)
+        ids = self.vocab.ids
         features = self._features[[max(sequence.slot, 0) for sequence in ask.sequences]]  # [B, H]
 
         def step(frontier: Frontier) -> Tensor:
             logits = self.heads[frontier.depth](features)  # [B, Vd]
             return logits[frontier.sequences]
 
-        first, noise = self.heads[0](features), self.runtime.sampler_noise
+        first, noise = self.heads[0](features), partial(self.runtime.sampler_noise, tokens=ids)
         return grow_tree(ask, budgets, first, step, self.shape, noise, self.vocab)
 
     def forget(self, slots: list[int]) -> None:

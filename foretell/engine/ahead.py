@@ -61,7 +61,7 @@ class Ahead:
         self.runtime.prepare(rows)
         self._places = [
             self._place(item, item.sequence.num_computed, parents)
-            for item, (_, parents) in zip(items, chain.lists(), strict=True)
+            for item, (_, parents) in zip(items, chain.lists, strict=True)
         ]
 
     def while_computing(self, items: list[Item], goes_on: Callable[[Sequence], bool]) -> None:
@@ -96,7 +96,7 @@ class Ahead:
     def take(self, items: list[Item], tree: TokenTree) -> tuple[Rows, list[Span]] | None:
         """What was laid out, with these tokens, if it was for these items and trees."""
         made, self._made = self._made, None
-        lists = tree.lists()
+        lists = tree.lists
         if made is None or len(items) != len(self._places):
             return None
         for place, item, (_, parents) in zip(self._places, items, lists, strict=True):

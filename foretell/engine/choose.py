@@ -80,9 +80,9 @@ def prepare(
     reached = [i for i, item in enumerate(items) if item.reaches_end]
     if len(reached) < len(items):
         probs = None if tree.probs is None else tree.probs[reached]
-        tree = TokenTree(tree.tokens[reached], tree.parents[reached], tree.sizes[reached], probs)
+        tree = TokenTree([tree.lists[i] for i in reached], probs)
     draws = Draws(items, spans, tree, reached, [], [], [], [], [], [])
-    for i, (tokens, parents) in zip(reached, tree.lists(), strict=True):
+    for i, (tokens, parents) in zip(reached, tree.lists, strict=True):
         sequence, size = items[i].sequence, spans[i].num_nodes
         draws.starts.append(len(draws.rows))
         draws.rows.extend(tree_rows(shape_of(sequence, end_ids), tokens, parents))
@@ -125,7 +125,7 @@ def choose(
     outcomes: list[Outcome | None] = [None] * len(items)
     errors: dict[int, str] = {}
     trees: list[tuple[list[int], list[int]] | None] = [None] * len(items)
-    for i, each in zip(reached, tree.lists(), strict=True):
+    for i, each in zip(reached, tree.lists, strict=True):
         trees[i] = each
     if not reached:
         return Choice(outcomes, errors, logits, spans, trees)
@@ -141,7 +141,7 @@ def choose(
         laws = law(shaped, draws.rows)  # [R, V]
         p = [laws[part] for part in span]
     if rule in ("rejection", "block"):
-        width = tree.tokens.shape[1]
+        width = tree.width
         roots = [len(items[i].sequence.tokens) - 1 for i in reached]
         keys = [items[i].sequence.seed for i in reached]
         coins = uniform(keys, roots, COINS, width)  # one verification a root position

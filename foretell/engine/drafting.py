@@ -22,7 +22,7 @@ from foretell.spec.budget import Controller, FixedBudget
 from foretell.spec.costs import Costs
 from foretell.spec.drafter import Ask, Commit, Drafter, KVGroup, Needs
 from foretell.spec.seats import Grant, Limit, Seat, limit
-from foretell.spec.tree import TokenTree, cut, depths, from_lists, roots
+from foretell.spec.tree import TokenTree, cut, depths, roots
 
 Failed = Callable[[str, Exception], None]
 
@@ -140,7 +140,7 @@ class Drafting:
             return plain
         self._tell_left()
         self._asked = [[] for _ in items]
-        lists = list(plain.lists())
+        lists = list(plain.lists)
         chances: list[list[float]] = [[] for _ in items]
         probs: Tensor | None = None
         start = time.perf_counter()
@@ -164,14 +164,13 @@ class Drafting:
                 probs[asked] = tree.probs
             for place, b in enumerate(asked):
                 self._asked[b].append(grants[b])
-                lists[b] = tree.lists()[place]
+                lists[b] = tree.lists[place]
                 chances[b] = tree.chances[place] if tree.chances else []
             start = self._took(m, ask, tree, start)
         if all(len(tokens) == 1 for tokens, _ in lists):
             return plain
-        out = from_lists([tokens for tokens, _ in lists], [parents for _, parents in lists])
-        probs = None if probs is None else probs[:, : out.tokens.shape[1]]
-        return replace(out, chances=chances, probs=probs)
+        out = TokenTree(lists, chances=chances)
+        return out if probs is None else replace(out, probs=probs[:, : out.width])
 
     def first(self, m: int, sequences: list[Sequence], budgets: list[int]) -> Tensor:
         """One token for each sequence, on the device: see `Drafter.first`."""
@@ -204,8 +203,8 @@ class Drafting:
         """One scheme's trees, None where it failed."""
         try:
             tree = self.drafters[m].propose(ask)
-            assert [tokens[0] for tokens, _ in tree.lists()] == ask.roots, "node 0 is the root"
-            if tree.tokens.shape[1] > 1:
+            assert [tokens[0] for tokens, _ in tree.lists] == ask.roots, "node 0 is the root"
+            if tree.width > 1:
                 tree.check(self.vocab_size)
                 within = [n <= most for n, most in zip(tree.num_drafted, ask.budgets, strict=True)]
                 assert all(within), "more nodes than the budget"
@@ -219,7 +218,7 @@ class Drafting:
         """Learns what a draft took, with all that was done for it; the time now."""
         now = time.perf_counter()
         if self.controller and self.learning:
-            levels = max((max(depths(parents)) for _, parents in tree.lists()), default=0)
+            levels = max((max(depths(parents)) for _, parents in tree.lists), default=0)
             nodes, keys = sum(tree.num_drafted), sum(len(s.tokens) for s in ask.sequences)
             self.controller.costs.learn_propose(m, max(1, levels), nodes, keys, now - start)
         return now

@@ -47,7 +47,7 @@ def lay_out(
     """
     rows = Rows([], [], [], [], [], [], [])
     spans: list[Span] = []
-    for item, (tokens, parents) in zip(items, tree.lists(), strict=True):
+    for item, (tokens, parents) in zip(items, tree.lists, strict=True):
         sequence, first = item.sequence, len(rows)
         start, end = sequence.num_computed, sequence.num_computed + item.num_run
         root = end - 1

@@ -45,6 +45,7 @@ class Fusion:
     part_norms: list[Tensor] = field(default_factory=list[Tensor])  # each [H_target]
     norm: Tensor | None = None  # [taps * H_target]
 
+    @torch.inference_mode()
     def __call__(self, features: Tensor, eps: float) -> Tensor:
         """[R, taps * H_target] -> [R, H]."""
         if self.part_norms:
@@ -89,7 +90,6 @@ class Head:
         compiled = None if self.config.mla or self.ranks else whole_pass(self, self.norm_out, self)
         self.whole_pass = compiled
 
-    @torch.inference_mode()
     def feature(self, tapped: Tensor) -> Tensor:
         """What `run` takes, [R, H], of the target's tapped layers [R, taps * H_target]."""
         return tapped if self.fuse is None else self.fuse(tapped, self.config.rms_norm_eps)
@@ -117,13 +117,14 @@ class Head:
             Logits [O, Vd] float32 and the features [O, H] of the pairs that follow.
         """
         self.rope.cover(layout.positions)
-        rows = outputs.long()
         if self.whole_pass and len(tokens) and can_run(attention, kv):
             taps = () if self.recycle_normed else (len(self.layers) - 1,)
             logits, hidden, tapped = self.whole_pass(
                 tokens, attention, layout, kv, outputs, taps, features.contiguous(), narrow=True
             )
-            return logits, (hidden if self.recycle_normed else tapped)[: len(rows)]
+            following = hidden if self.recycle_normed else tapped
+            many = len(following) > len(outputs)
+            return logits, following[: len(outputs)] if many else following
 
         def steps() -> Steps[tuple[Tensor, Tensor]]:
             embedded = yield from total(self.embedding(tokens), self.ranks)
@@ -133,6 +134,7 @@ class Head:
             return hidden, x
 
         hidden, x = straight(steps())
+        rows = outputs.long()
         normed = hidden[rows]  # [O, H]
         return self.lm_head(normed), normed if self.recycle_normed else x[rows]
 

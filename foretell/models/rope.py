@@ -118,7 +118,7 @@ class Rope:
     def cover(self, positions: Tensor) -> None:
         """Makes the tables long enough for positions [R]."""
         if len(positions) and not self._whole:
-            self.reserve(int(positions.max()) + 1)
+            self.reserve(max(positions.tolist()) + 1)
 
     def reserve(self, num_positions: int, *, whole: bool = False) -> None:
         """Makes entries for positions 0 .. num_positions - 1.

@@ -45,7 +45,7 @@ class WholePass:
         from foretell.models import compiled
 
         config, layers = network.config, network.layers
-        self._compiled, self._config, self._rope = compiled, config, network.rope
+        self._compiled, self.config, self._rope = compiled, config, network.rope
         # All that the addresses below point into; not the network, which holds this pass.
         begin = () if head is None else (head.mix, head.norm_embed, head.norm_hidden)
         self._kept = (embedding, lm_head, layers, norm, begin)
@@ -115,16 +115,16 @@ class WholePass:
             narrow: behind the last layer's keys and values only ``outputs``, which are ascending,
                 are wanted: hidden states and taps of that layer are theirs, [O, H].
         """
-        rows, width = len(tokens), self._config.hidden_size
+        rows, width = len(tokens), self.config.hidden_size
         narrow = narrow and len(outputs) < rows
         hidden = torch.empty(len(outputs) if narrow else rows, width)
         tapped = torch.empty(rows, len(taps) * width)
         logits = torch.empty(len(outputs), self._logits)
         places, caches, sizes = self._fixed(taps, kv, layout.page_size)
-        room, (x, fitted, wide, seen) = self._buffers(rows)
+        room, x, fitted, wide, seen = self._buffers(rows)
         bits = _BITS[kv[0][0].element_size()]
         sync = np.zeros(self._compiled.sync_bytes(len(places)), np.uint8)
-        rope, config = self._rope, self._config
+        rope, config = self._rope, self.config
         parts = np.empty(
             (rows, config.num_heads, attention.num_parts, config.head_dim + 2), np.float32
         )
@@ -144,7 +144,28 @@ class WholePass:
         for i, tap in enumerate(taps):
             if tap >= 0 and (j := int(places[tap])) != i:  # a layer that is tapped twice
                 tapped[:, i * width : (i + 1) * width] = tapped[:, j * width : (j + 1) * width]
-        return logits[:, : self._outputs], hidden, tapped
+        if self._outputs < self._logits:
+            logits = logits[:, : self._outputs]
+        return logits, hidden, tapped
+
+    def fixed(
+        self,
+        kv: SequenceOf[tuple[Tensor, Tensor]],
+        taps: tuple[int, ...],
+        page_size: int,
+        rows: int,
+        end: int,
+    ) -> tuple[tuple[Any, ...], int]:
+        """For passes of at most so many rows, at positions below ``end``: the arguments of
+        `compiled.run` that stay the same from one to the next, and how wide logits are."""
+        self._rope.reserve(end)
+        places, caches, sizes = self._fixed(taps, kv, page_size)
+        _, x, fitted, wide, seen = self._buffers(rows)
+        return (
+            self._formats, self._ends, self._start, _BITS[kv[0][0].element_size()], places,
+            self._table, caches, sizes, self._eps, self._scale, self._rope.cos.numpy(),
+            self._rope.sin.numpy(), x, fitted, self._stride, wide, seen, self.spent,
+        ), self._logits  # fmt: skip
 
     def _fixed(
         self, taps: tuple[int, ...], kv: SequenceOf[tuple[Tensor, Tensor]], page_size: int
@@ -162,19 +183,22 @@ class WholePass:
             self._last = ref(kv[0][0]), (taps, page_size), (places, caches, sizes)
         return self._last[2]
 
-    def _buffers(self, rows: int) -> tuple[Tensor, tuple[np.ndarray, int, int, int]]:
+    def _buffers(self, rows: int) -> tuple[Tensor, np.ndarray, int, int, int]:
         """This thread's memory for a pass, which must not move meanwhile, and in it the residual
         stream, fitted rows, a product's outputs and attention's."""
-        width = self._config.hidden_size
-        sizes = (4 * width, self._stride, 4 * self._width, 4 * self._seen)
-        starts = np.cumsum([0, *(-(-rows * size // 64) * 64 for size in sizes)]).tolist()
-        room: Tensor | None = getattr(self._room, "bytes", None)
-        if room is None or len(room) < starts[-1] + 64:
-            room = self._room.bytes = torch.empty(starts[-1] + 64, dtype=torch.uint8)
-        first = -room.data_ptr() % 64
-        x = room.numpy()[first : first + 4 * rows * width].view(np.float32).reshape(rows, width)
-        fitted, wide, seen = (room.data_ptr() + first + start for start in starts[1:4])
-        return room, (x, fitted, wide, seen)
+        views: dict[int, Any] = self._room.__dict__.setdefault("views", {})
+        if rows not in views:
+            width = self.config.hidden_size
+            sizes = (4 * width, self._stride, 4 * self._width, 4 * self._seen)
+            starts = np.cumsum([0, *(-(-rows * size // 64) * 64 for size in sizes)]).tolist()
+            room: Tensor | None = getattr(self._room, "bytes", None)
+            if room is None or len(room) < starts[-1] + 64:
+                room = self._room.bytes = torch.empty(starts[-1] + 64, dtype=torch.uint8)
+                views.clear()
+            first = -room.data_ptr() % 64
+            x = room.numpy()[first : first + 4 * rows * width].view(np.float32).reshape(rows, width)
+            views[rows] = room, x, *(room.data_ptr() + first + start for start in starts[1:4])
+        return views[rows]
 
 
 def _four(layer: Any) -> list[Any]:

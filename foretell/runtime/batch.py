@@ -45,10 +45,12 @@ def pack(rows: Rows, page_table: np.ndarray, page_size: int) -> np.ndarray:
     place = {slot: at for at, slot in enumerate(slots)}
     row_seq = [place[slot] for slot in rows.slots]
     num_pages = max(rows.cells, default=0) // page_size + 1
-    tables = page_table[slots, :num_pages]
-    cells = np.array(rows.cells, dtype=np.int32)
-    pages, offsets = np.divmod(cells, page_size)
-    cells = tables[row_seq, pages] * page_size + offsets
+    tables, page_of = page_table.take(slots, 0)[:, :num_pages], page_table.item
+    cells = [
+        page_of(slot, cell // page_size) * page_size + cell % page_size
+        for slot, cell in zip(rows.slots, rows.cells, strict=True)
+    ]
+    parts = (rows.tokens, rows.positions, row_seq, rows.prefix, rows.base, rows.outputs, cells)
     sizes = [num_rows, len(rows.outputs), len(slots), num_pages, 0, 0]
     assert len(sizes) == HEADER
     # Ancestors come first: 64-bit words at an even offset.
@@ -57,10 +59,9 @@ def pack(rows: Rows, page_table: np.ndarray, page_size: int) -> np.ndarray:
             np.array(sizes, dtype=np.int32),
             np.array(rows.ancestors, dtype=np.uint64).view(np.int32),
             np.array(
-                [*rows.tokens, *rows.positions, *row_seq, *rows.prefix, *rows.base, *rows.outputs],
+                [n for part in parts for n in part],
                 dtype=np.int32,
             ),
-            cells,
             tables.ravel(),
         ]
     )

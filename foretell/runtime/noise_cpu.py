@@ -105,7 +105,25 @@ def _gumbel(out: Any, seeds: Any, positions: Any) -> None:
 
 
 @jit()
-def _maximum(x: Any, lanes: Any) -> Any:
+def add_gumbel(scores: Any, tokens: Any, seed: Any, position: Any) -> None:
+    """Adds one position's noise to scores [Vd] of these tokens [Vd]; [0]: of the first Vd."""
+    words, block = np.empty(4, np.uint32), -1
+    for i in range(scores.shape[0]):
+        token = tokens[i] if tokens.shape[0] else i
+        if token // 4 != block:
+            block = token // 4
+            _words(words, block, np.uint64(position), seed)
+        scores[i] += _gumbel_of(words[token % 4])
+
+
+@jit(types.void(float32[:, ::1], int64[::1], uint64[::1], uint64[::1]))
+def _gumbel_of_some(out: Any, tokens: Any, seeds: Any, positions: Any) -> None:
+    for row in range(out.shape[0]):
+        add_gumbel(out[row], tokens, seeds[row], positions[row])
+
+
+@jit()
+def maximum(x: Any, lanes: Any) -> Any:
     """Largest of x that is a number, or NaN if any is not one. In lanes, as that vectorises."""
     num_nan, whole = 0, x.shape[0] // 16 * 16
     for j in range(16):
@@ -133,8 +151,8 @@ def _gumbel_argmax(logp: Any, seeds: Any, positions: Any, out: Any) -> None:
     for row in range(logp.shape[0]):
         scores = logp[row]
         for chunk in range(tops.shape[0]):
-            tops[chunk] = _maximum(scores[chunk * _CHUNK : (chunk + 1) * _CHUNK], lanes)
-        top = _maximum(tops, lanes)
+            tops[chunk] = maximum(scores[chunk * _CHUNK : (chunk + 1) * _CHUNK], lanes)
+        top = maximum(tops, lanes)
         out[row] = -1
         if not top > -np.inf:
             continue
@@ -177,14 +195,22 @@ def _gumbel_argmax(logp: Any, seeds: Any, positions: Any, out: Any) -> None:
                         out[row] = start + i
 
 
-def _unsigned(values: Sequence[int]) -> Any:
+def unsigned(values: Sequence[int]) -> Any:
     return np.array([value & (2**64 - 1) for value in values], np.uint64)
 
 
-def gumbel(seeds: Sequence[int], positions: Sequence[int], vocab_size: int) -> Tensor:
-    """`foretell.spec.noise.gumbel` on the CPU: [R, vocab_size] float32."""
-    out = torch.empty(len(seeds), vocab_size)
-    _gumbel(out.numpy(), _unsigned(seeds), _unsigned(positions))
+def gumbel(
+    seeds: Sequence[int], positions: Sequence[int], vocab_size: int, tokens: Tensor | None = None
+) -> Tensor:
+    """`foretell.spec.noise.gumbel` on the CPU: [R, vocab_size] float32, or its columns ``tokens``
+    [Vd] int64."""
+    keys = unsigned(seeds), unsigned(positions)
+    if tokens is None:
+        out = torch.empty(len(seeds), vocab_size)
+        _gumbel(out.numpy(), *keys)
+    else:
+        out = torch.zeros(len(seeds), len(tokens))
+        _gumbel_of_some(out.numpy(), tokens.numpy(), *keys)
     return out
 
 
@@ -199,5 +225,5 @@ def gumbel_argmax(logp: Tensor, seeds: Sequence[int], positions: Sequence[int]) 
     """
     out = torch.empty(logp.shape[0], dtype=torch.int64)
     scores = logp.detach().contiguous().numpy()
-    _gumbel_argmax(scores, _unsigned(seeds), _unsigned(positions), out.numpy())
+    _gumbel_argmax(scores, unsigned(seeds), unsigned(positions), out.numpy())
     return out

@@ -20,13 +20,16 @@ from foretell.attention.reference import ReferenceAttention
 from foretell.config import EngineConfig
 from foretell.models.head import Head
 from foretell.models.loader import LoadedModel
+from foretell.models.whole_pass import can_run
 from foretell.runtime.batch import Batch, fill, pack, view
 from foretell.runtime.kv import KVPool, num_pages_for, page_bytes
 from foretell.runtime.sampling import draw
 from foretell.runtime.stream import Inline, Stream, Work
-from foretell.spec.drafter import KVGroup, Rows, run_rows
+from foretell.spec.draft_vocab import DraftVocab
+from foretell.spec.drafter import Ask, KVGroup, Rows, run_rows
 from foretell.spec.noise import gumbel
-from foretell.spec.tree import MAX_NODES
+from foretell.spec.shape import has_filters
+from foretell.spec.tree import MAX_NODES, TokenTree
 
 T = TypeVar("T")
 
@@ -175,6 +178,24 @@ class Runtime:
         """Runs a head over the drafter's layers: logits [O, Vd] and features [O, H], float32."""
         return self.run_head(head, self._prepare(rows), features)
 
+    def draft_chains(
+        self, head: Head, ask: Ask, lengths: SequenceOf[int], logits: Tensor, features: Tensor,
+        vocab: DraftVocab,
+    ) -> TokenTree | None:  # fmt: skip
+        """See `DraftRuntime.draft_chains`: on a CPU, with a compiler, for requests whose draws
+        temperature alone acts on."""
+        assert self.kv is not None
+        kv, params = self.kv.layers["draft"], [sequence.params for sequence in ask.sequences]
+        filters = any(has_filters(each) and not each.greedy for each in params)
+        if ask.sample or filters or head.whole_pass is None or not can_run(self.attention, kv):
+            return None
+        from foretell.runtime import chains_cpu  # compiled; slow to import
+
+        return chains_cpu.draft(
+            head.whole_pass, kv, self.page_table, self.page_size, ask, lengths, logits, features,
+            vocab, normed=head.recycle_normed,
+        )  # fmt: skip
+
     def follow_target(
         self, head: Head, tokens: Tensor, features: Tensor, outputs: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -183,20 +204,22 @@ class Runtime:
         batch = replace(self.ran.batch, tokens=tokens.clamp(min=0).int(), outputs=outputs.int())
         return self.run_head(head, replace(self.ran, batch=batch), features)
 
-    @torch.inference_mode()
     def run_head(self, head: Head, ready: Prepared, features: Tensor) -> tuple[Tensor, Tensor]:
         """`forward_head` with rows that are packed."""
         assert self.kv is not None
         batch, kv = ready.batch, self.kv.layers["draft"]
         return head.run(batch.tokens, features, batch.outputs, ready.attention, batch.layout, kv)
 
-    def sampler_noise(self, seeds: SequenceOf[int], positions: SequenceOf[int]) -> Tensor:
-        """[R, V] float32 Gumbel noise of the target's own draws at those absolute positions."""
+    def sampler_noise(
+        self, seeds: SequenceOf[int], positions: SequenceOf[int], tokens: Tensor | None = None
+    ) -> Tensor:
+        """See `DraftRuntime.sampler_noise`."""
         if self.device.type == "cpu" and have_compiler():
             from foretell.runtime import noise_cpu  # compiled; slow to import
 
-            return noise_cpu.gumbel(seeds, positions, self.vocab_size)
-        return gumbel(seeds, positions, self.vocab_size, self.device)
+            return noise_cpu.gumbel(seeds, positions, self.vocab_size, tokens)
+        noise = gumbel(seeds, positions, self.vocab_size, self.device)
+        return noise if tokens is None else noise[:, tokens]
 
     def move(self, slot: int, source: SequenceOf[int], target: SequenceOf[int]) -> None:
         """Moves the target's K and V between a sequence's logical cells."""
@@ -231,7 +254,6 @@ class Runtime:
         attention.plan(batch.layout)
         return Prepared(words, batch, attention)
 
-    @torch.inference_mode()
     def _run(self, model: Any, group: str, ready: Prepared, taps: tuple[int, ...]) -> Output:
         assert self.kv is not None
         batch, kv = ready.batch, self.kv.layers[group]

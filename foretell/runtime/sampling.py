@@ -157,9 +157,7 @@ def draw(
         [R] int64, the lowest id among equals; -1 where a row cannot be drawn from. The host does
         not wait for the device.
     """
-    best = spec_shape.likeliest(shaped)
-    top = shaped.gather(-1, best[:, None])[:, 0]  # NaN and +inf win an argmax: one look finds them
-    choices = best.masked_fill(~top.isfinite(), -1)
+    choices = spec_shape.drawable(shaped)
     sampled = [r for r, is_greedy in enumerate(greedy) if not is_greedy]
     if sampled:
         part = shaped if len(sampled) == len(greedy) else shaped[sampled]

@@ -46,11 +46,12 @@ class DraftVocab:
 
     def cut(self, logits: Tensor) -> Tensor:
         """Logits [F, Vd] without columns that mean no token of the target."""
-        return logits[:, : self.size] if self.ids is None else logits[:, : len(self.ids)]
+        width = self.width(logits)
+        return logits if logits.shape[1] == width else logits[:, :width]
 
-    def narrow(self, noise: Tensor, width: int) -> Tensor:
-        """Noise [F, V] by target id to [F, width] by draft id."""
-        return noise[:, :width] if self.ids is None else noise[:, self.ids]
+    def width(self, logits: Tensor) -> int:
+        """How many columns of logits [F, Vd] mean a token."""
+        return min(logits.shape[1], self.size if self.ids is None else len(self.ids))
 
     def tokens(self, picked: Tensor) -> list[list[int]]:
         """Draft ids [F, C] as the target's."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from foretell.sequence import Sequence
+from foretell.spec.draft_vocab import DraftVocab
 from foretell.spec.options import read_options
 from foretell.spec.seats import ANYTHING, Least
 from foretell.spec.training import Loss, Rule, TrainingBatch
@@ -130,6 +131,23 @@ class DraftRuntime(Protocol):
         """
         ...
 
+    def draft_chains(
+        self, head: Any, ask: Ask, lengths: SequenceOf[int], logits: Tensor, features: Tensor,
+        vocab: DraftVocab,
+    ) -> TokenTree | None:  # fmt: skip
+        """Grows chains from a head in one go, where that can be had; else None.
+
+        Args:
+            lengths: [B] tokens at most, the drafter's own limits included.
+            logits: [slots, Vd] float32, what the head says after each root.
+            features: [slots, H] float32, what follows each root.
+            vocab: which tokens the columns of logits mean.
+
+        Returns:
+            What `grow_tree` would make of `forward_head`, level by level.
+        """
+        ...
+
     def follow_target(
         self, head: Any, tokens: Tensor, features: Tensor, outputs: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -145,8 +163,11 @@ class DraftRuntime(Protocol):
         """
         ...
 
-    def sampler_noise(self, seeds: SequenceOf[int], positions: SequenceOf[int]) -> Tensor:
-        """[R, V] float32 Gumbel noise, the same that the target's draw uses at that position."""
+    def sampler_noise(
+        self, seeds: SequenceOf[int], positions: SequenceOf[int], tokens: Tensor | None = None
+    ) -> Tensor:
+        """[R, V] float32 Gumbel noise, the same that the target's draw uses at that position; of
+        these tokens [Vd] int64 only if given."""
         ...
 
 

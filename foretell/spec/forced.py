@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,18 +25,18 @@ def with_forced(tree: TokenTree, forced: SequenceOf[SequenceOf[int]]) -> TokenTr
     """
     kept = [
         not chain or (tree.probs is None and _holds(tokens, parents, chain))
-        for chain, (tokens, parents) in zip(forced, tree.lists(), strict=True)
+        for chain, (tokens, parents) in zip(forced, tree.lists, strict=True)
     ]
     if all(kept):
         return tree
     rows = [
         (tokens, parents) if keep else ([tokens[0], *chain], list(range(-1, len(chain))))
-        for keep, chain, (tokens, parents) in zip(kept, forced, tree.lists(), strict=True)
+        for keep, chain, (tokens, parents) in zip(kept, forced, tree.lists, strict=True)
     ]
     new = from_lists([tokens for tokens, _ in rows], [parents for _, parents in rows])
     if tree.probs is None:
         return new
-    return TokenTree(new.tokens, new.parents, new.sizes, _one_hot(tree.probs, new, kept))
+    return replace(new, probs=_one_hot(tree.probs, new, kept))
 
 
 def _holds(tokens: list[int], parents: list[int], chain: SequenceOf[int]) -> bool:
@@ -50,11 +51,11 @@ def _holds(tokens: list[int], parents: list[int], chain: SequenceOf[int]) -> boo
 
 def _one_hot(probs: Tensor, tree: TokenTree, kept: list[bool]) -> Tensor:
     """[B, N, V] float32: ``probs`` for trees that were kept, certainty along the chains."""
-    batch, width = tree.tokens.shape
+    batch, width = len(tree.lists), tree.width
     out = probs.new_zeros(batch, width, probs.shape[2])
     shared = min(width, probs.shape[1])
     out[:, :shared] = probs[:, :shared]
-    for b, (tokens, _) in enumerate(tree.lists()):
+    for b, (tokens, _) in enumerate(tree.lists):
         if not kept[b]:
             out[b] = 0.0
             nodes = torch.arange(len(tokens) - 1, device=out.device)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from foretell.sequence import SamplingParams
-from foretell.spec.shape import filtered, law, likeliest
+from foretell.spec.shape import drawable, filtered, law
 from foretell.spec.tree import TokenTree, chains
 from foretell.spec.verify import invert
 
@@ -95,7 +95,7 @@ def grow_chain(
 
 def argmax(logits: Tensor, sequences: list[int], depth: int) -> Picked:
     """The likeliest token, the lowest id among equals. Verified as one-hot."""
-    return Picked(_best(logits))
+    return Picked(drawable(logits).tolist())
 
 
 def coupled(
@@ -128,7 +128,7 @@ def coupled(
             else:
                 scores = shaped.clone()
                 scores[noisy] += g
-        return Picked(_best(scores))
+        return Picked(drawable(scores).tolist())
 
     return pick
 
@@ -157,10 +157,3 @@ def sampled(
         return Picked(tokens, q)
 
     return pick
-
-
-def _best(scores: Tensor) -> list[int]:
-    """Argmax of rows, -1 where a row holds NaN or +inf (both win), or nothing but -inf."""
-    best = likeliest(scores)
-    sound = scores.gather(-1, best[:, None])[:, 0].isfinite()
-    return cast(list[int], best.masked_fill(~sound, -1).tolist())

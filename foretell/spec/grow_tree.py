@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,8 @@ from torch import Tensor
 from foretell.sequence import Sequence
 from foretell.spec.draft_vocab import DraftVocab
 from foretell.spec.drafter import Ask, Rows
-from foretell.spec.shape import filtered, law, likeliest, log_total
+from foretell.spec.seats import ANYTHING
+from foretell.spec.shape import drawable, filtered, law, likeliest, log_chances
 from foretell.spec.tree import TokenTree, from_lists
 from foretell.spec.tree_shape import Plan, Sprouts, TreeShape
 
@@ -54,7 +55,7 @@ Step = Callable[[Frontier], Tensor]
 scheme that feeds on its own hidden states finds the parents' by ``frontier.parents``."""
 
 Noise = Callable[[SequenceOf[int], SequenceOf[int]], Tensor]
-"""`DraftRuntime.sampler_noise`: [R, V] Gumbel noise for seeds and positions."""
+"""[R, Vd] `DraftRuntime.sampler_noise` of the draft's tokens, for seeds and positions."""
 
 
 def frontier_rows(slots: SequenceOf[int], roots: SequenceOf[int], frontier: Frontier) -> Rows:
@@ -97,7 +98,7 @@ def grow_tree(
         first_logits: [B, Vd] what the draft says after each root.
         step: one draft forward over a frontier.
         shape: which children. Sequences that sample get ``shape.fixed()`` under ``ask.sample``.
-        noise: the runtime's ``sampler_noise``.
+        noise: the target's own.
         vocab: which tokens the columns of logits mean.
 
     Returns:
@@ -112,8 +113,7 @@ def grow_tree(
         for random, budget, depth in zip(drawn, budgets, ask.depths, strict=True)
     ]
     least = [
-        (-math.inf,) * 3 if random else tuple(_log(chance) for chance in own)
-        for random, own in zip(drawn, ask.least, strict=True)
+        ANYTHING.logs if random else own.logs for random, own in zip(drawn, ask.least, strict=True)
     ]
     trees = [Sprouts([root]) for root in ask.roots]
     words = [{0: 0} for _ in trees]  # the nodes that were run, in order, with their ancestors
@@ -168,11 +168,9 @@ def first_tokens(
         some = [sequences[b] for b in noisy]
         g = noise([s.seed for s in some], [len(s.tokens) for s in some])
         scores = scores.clone()
-        scores[noisy] += vocab.narrow(g, scores.shape[1])
-    best = likeliest(scores)
-    sound = scores.gather(-1, best[:, None])[:, 0].isfinite()
-    tokens = best if vocab.ids is None else vocab.ids[best]
-    return tokens.masked_fill(~sound, -1)
+        scores[noisy] += g[:, : scores.shape[1]]
+    best = drawable(scores)
+    return best if vocab.ids is None else torch.where(best < 0, best, vocab.ids[best])
 
 
 def _frontier(
@@ -239,14 +237,12 @@ def _children(
         ]
         unlike = list(dict.fromkeys(keys))  # coupled nodes of one sequence and depth share theirs
         g = noise([seed for seed, _ in unlike], [position for _, position in unlike])
-        g = vocab.narrow(g, logits.shape[1])  # [.., Vd]
+        g = g[:, : logits.shape[1]]  # [.., Vd]
         place = {key: row for row, key in enumerate(unlike)}
         scores = scores.clone()
         scores[noisy] += g[[place[key] for key in keys]]
     best, picked = _largest(scores, max(widths))  # [F, C]
-    total = log_total(scores, trust)[:, None]
-    # NaN throughout where the best is not finite.
-    logps = cast(list[list[float]], (best * trust - total).tolist())
+    logps = log_chances(scores, best, trust)
     counts = [
         min(width, sum(logp > -math.inf for logp in row))
         for width, row in zip(widths, logps, strict=True)
@@ -274,10 +270,6 @@ def _largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return values, indices
     best = likeliest(scores)[:, None]
     return scores.gather(-1, best), best
-
-
-def _log(chance: float) -> float:
-    return math.log(chance) if chance > 0 else -math.inf
 
 
 def _own_seed(seed: int, length: int, node: int) -> int:
@@ -310,7 +302,7 @@ def _finish(
     ]
     if vocab_size is None or not rows:
         return out
-    probs = torch.zeros(*out.tokens.shape, vocab_size, device=rows[0][2].device)  # [B, N, V]
+    probs = torch.zeros(len(trees), out.width, vocab_size, device=rows[0][2].device)  # [B, N, V]
     for b, at, row in rows:
         probs[b, at] = row
     return replace(out, probs=probs)

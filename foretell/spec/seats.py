@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 
@@ -51,6 +52,11 @@ class Least(NamedTuple):
     """To be worth a pass of the draft over it, for what may come behind it."""
     first: float = 0.0
     """For the likeliest first token: else another scheme is asked instead."""
+
+    @property
+    def logs(self) -> tuple[float, ...]:
+        """The same as logarithms."""
+        return tuple(math.log(chance) if chance > 0 else -math.inf for chance in self)
 
 
 ANYTHING = Least()

@@ -11,6 +11,7 @@ result depends on that row alone, to the last bit: reductions over a row are a m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as SequenceOf
 from typing import cast
 
@@ -25,9 +26,12 @@ _FIRST_LOOK = 128  # likeliest tokens looked at first for top-p; most nuclei are
 
 def is_plain(params: SamplingParams) -> bool:
     """Does `filtered` leave the logits of such a request as they are?"""
-    return params.greedy or (
-        params.temperature == 1 and params.min_p == 0 and params.top_k == 0 and params.top_p == 1
-    )
+    return params.greedy or (params.temperature == 1 and not has_filters(params))
+
+
+def has_filters(params: SamplingParams) -> bool:
+    """Are tokens dropped, where the request is not greedy?"""
+    return params.min_p > 0 or params.top_k > 0 or params.top_p < 1
 
 
 def likeliest(scores: Tensor) -> Tensor:
@@ -38,16 +42,33 @@ def likeliest(scores: Tensor) -> Tensor:
     return torch.from_numpy(np.asarray(scores.numpy().argmax(-1)))
 
 
-def log_total(scores: Tensor, trust: float = 1.0) -> Tensor:
-    """log sum exp of trust * scores [R, V]: [R] float32; NaN or infinite where the largest is. On a
-    CPU numpy's is three times faster than torch's."""
+def drawable(scores: Tensor) -> Tensor:
+    """`likeliest`, -1 where that is not finite: the row holds NaN or infinity, or only -inf."""
+    best = likeliest(scores)
     if scores.device.type != "cpu":
-        return (scores * trust).logsumexp(-1)
-    rows = scores.numpy()
-    with np.errstate(invalid="ignore", over="ignore"):
-        top = rows.max(-1, keepdims=True)
-        total = np.exp((rows - top) * np.float32(trust)).sum(-1)
-        return torch.from_numpy(np.asarray(np.log(total) + trust * top[:, 0], np.float32))
+        return best.masked_fill(~scores.gather(-1, best[:, None])[:, 0].isfinite(), -1)
+    tokens = best.numpy()
+    tokens[~np.isfinite(scores.numpy()[np.arange(len(tokens)), tokens])] = -1
+    return best
+
+
+def log_chances(scores: Tensor, best: Tensor, trust: float = 1.0) -> list[list[float]]:
+    """Logarithms of softmax(trust * scores [R, V]) at each row's largest scores ``best`` [R, C],
+    falling; NaN where the first of them is not finite. On a CPU by numpy, as `likeliest`."""
+    if scores.device.type != "cpu":
+        top = best[:, :1]
+        total = ((scores - top) * trust).exp().sum(-1, keepdim=True).log()
+        return cast(list[list[float]], ((best - top) * trust - total).tolist())
+    found: list[list[float]] = []
+    for row, values in zip(scores.numpy(), cast(list[list[float]], best.tolist()), strict=True):
+        top = values[0]
+        if not math.isfinite(top):
+            found.append([math.nan] * len(values))
+            continue
+        weights = (row - np.float32(top)) * np.float32(trust)
+        total = math.log(np.exp(weights, out=weights).sum())
+        found.append([(value - top) * trust - total for value in values])
+    return found
 
 
 def filtered(logits: Tensor, params: SequenceOf[SamplingParams]) -> Tensor:

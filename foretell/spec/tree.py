@@ -5,15 +5,11 @@ before its children, so ascending node order is depth order along any path, and 
 for each node, bit j set where node j is the node itself or an ancestor, is the whole mask.
 """
 
-# pyright: reportUnknownMemberType=false
-# (torch's tolist and from_numpy are untyped)
-
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
-from functools import cache, cached_property
-from typing import cast
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -24,80 +20,68 @@ MAX_NODES = 64
 
 @dataclass(frozen=True)
 class TokenTree:
-    """Draft trees for a batch of sequences, padded to the widest."""
+    """Draft trees for a batch of sequences. Small, and read by the host: kept as lists."""
 
-    tokens: Tensor  # [B, N] int64, node 0 is the root; padding is 0
-    parents: Tensor  # [B, N] int64, parents[:, 0] == -1, else 0 <= parents[b, i] < i
-    sizes: Tensor  # [B] int64, nodes in use, the root included: 1 <= sizes[b] <= N
+    lists: list[tuple[list[int], list[int]]]
+    """[B] tokens and parents of each tree's nodes, 63 and the root at most; to read. Node 0 is the
+    root, parents[0] == -1, else 0 <= parents[i] < i."""
     probs: Tensor | None = None
-    """[B, N, V] float32: row i is the distribution that the children of node i were drawn from,
-    without replacement and in node order. None: nodes were chosen deterministically."""
+    """[B, N, V] float32, N as in `tokens`: row i is the distribution that the children of node i
+    were drawn from, without replacement and in node order. None: chosen deterministically."""
     chances: list[list[float]] | None = None
     """[B][N] how likely the draft takes each node to be accepted with all above it, 1 for roots."""
 
-    def __post_init__(self) -> None:
-        assert self.tokens.shape == self.parents.shape
-        assert self.tokens.shape[:1] == self.sizes.shape
+    @property
+    def sizes(self) -> list[int]:
+        """[B] nodes of each tree, its root included."""
+        return [len(tokens) for tokens, _ in self.lists]
+
+    @property
+    def width(self) -> int:
+        """N, nodes of the largest tree."""
+        return max(self.sizes, default=1)
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """[B, N] int64, padded with 0."""
+        return self._padded(0)
+
+    @cached_property
+    def parents(self) -> Tensor:
+        """[B, N] int64, padded with 0."""
+        return self._padded(1)
+
+    def _padded(self, which: int) -> Tensor:
+        width = self.width
+        rows = [pair[which] + [0] * (width - len(pair[0])) for pair in self.lists]
+        return torch.tensor(rows, dtype=torch.int64).reshape(-1, width)
 
     @property
     def num_drafted(self) -> list[int]:
         """Nodes of each tree, its root not counted."""
-        return [len(tokens) - 1 for tokens, _ in self.lists()]
-
-    def lists(self) -> list[tuple[list[int], list[int]]]:
-        """For each sequence the tokens and the parents of its nodes, without padding; to read."""
-        return self._lists
-
-    @cached_property
-    def _lists(self) -> list[tuple[list[int], list[int]]]:
-        sizes = cast(list[int], self.sizes.tolist())
-        tokens = cast(list[list[int]], self.tokens.tolist())
-        parents = cast(list[list[int]], self.parents.tolist())
-        return [(t[:n], p[:n]) for t, p, n in zip(tokens, parents, sizes, strict=True)]
+        return [len(tokens) - 1 for tokens, _ in self.lists]
 
     def check(self, vocab_size: int) -> None:
         """Asserts every invariant; the engine does for each proposal, and so do tests."""
-        width = self.tokens.shape[1]
-        assert 1 <= width <= MAX_NODES
-        assert all(1 <= size <= width for size in cast(list[int], self.sizes.tolist()))
-        for tokens, parents in self.lists():
+        assert self.width <= MAX_NODES
+        for tokens, parents in self.lists:
+            assert len(tokens) == len(parents) >= 1
             assert parents[0] == -1
             assert all(0 <= parent < i for i, parent in enumerate(parents) if i)
             assert all(0 <= token < vocab_size for token in tokens)
-            edges = list(zip(parents, tokens, strict=True))
-            assert len(set(edges)) == len(edges), "siblings repeat a token"
+            assert len(set(zip(parents, tokens, strict=True))) == len(tokens), "siblings repeat"
         if self.probs is not None:
-            assert self.probs.shape[:2] == self.tokens.shape
+            assert self.probs.shape[:2] == (len(self.lists), self.width)
 
 
 def roots(tokens: list[int]) -> TokenTree:
-    """Trees without a draft: only the roots. Plain decoding makes one a step, so it is quick."""
-    tree = TokenTree(torch.tensor(tokens, dtype=torch.int64)[:, None], *_no_drafts(len(tokens)))
-    tree.__dict__["_lists"] = [([token], [-1]) for token in tokens]
-    return tree
-
-
-@cache
-def _no_drafts(batch: int) -> tuple[Tensor, Tensor]:
-    """Parents [B, 1] and sizes [B] of trees without a draft, to read."""
-    return torch.full((batch, 1), -1, dtype=torch.int64), torch.ones(batch, dtype=torch.int64)
+    """Trees without a draft: only the roots."""
+    return TokenTree([([token], [-1]) for token in tokens])
 
 
 def from_lists(tokens: list[list[int]], parents: list[list[int]]) -> TokenTree:
-    """Packs one token list and one parent list a sequence, root first, into padded tensors."""
-    width = max((len(row) for row in tokens), default=1)
-
-    def padded(rows: list[list[int]]) -> Tensor:
-        full = [row + [0] * (width - len(row)) for row in rows]
-        return torch.tensor(full, dtype=torch.int64).reshape(-1, width)
-
-    tree = TokenTree(
-        padded(tokens),
-        padded(parents),
-        torch.tensor([len(row) for row in tokens], dtype=torch.int64),
-    )
-    tree.__dict__["_lists"] = list(zip(tokens, parents, strict=True))
-    return tree
+    """One token list and one parent list a sequence, root first."""
+    return TokenTree(list(zip(tokens, parents, strict=True)))
 
 
 def chains(roots: list[int], drafts: list[list[int]], probs: Tensor | None = None) -> TokenTree:
@@ -106,13 +90,13 @@ def chains(roots: list[int], drafts: list[list[int]], probs: Tensor | None = Non
         [[root, *draft] for root, draft in zip(roots, drafts, strict=True)],
         [list(range(-1, len(draft))) for draft in drafts],
     )
-    return tree if probs is None else TokenTree(tree.tokens, tree.parents, tree.sizes, probs)
+    return replace(tree, probs=probs)
 
 
 def cut(tree: TokenTree, limits: SequenceOf[int]) -> TokenTree:
     """Drops nodes that lie deeper than their sequence's limit. A limit that was known before the
     nodes were drawn changes no distribution."""
-    lists = tree.lists()
+    lists = tree.lists
     kept = [
         [i for i, depth in enumerate(depths(parents)) if depth <= limit]
         for (_, parents), limit in zip(lists, limits, strict=True)
@@ -131,11 +115,11 @@ def cut(tree: TokenTree, limits: SequenceOf[int]) -> TokenTree:
     if chances is not None:
         chances = [[own[i] for i in rows] for own, rows in zip(chances, kept, strict=True)]
     if tree.probs is None:
-        return TokenTree(out.tokens, out.parents, out.sizes, None, chances)
-    width = out.tokens.shape[1]
-    rows = torch.tensor([row + [0] * (width - len(row)) for row in kept], device=tree.probs.device)
+        return replace(out, chances=chances)
+    padded = [row + [0] * (out.width - len(row)) for row in kept]
+    rows = torch.tensor(padded, device=tree.probs.device)
     probs = tree.probs[torch.arange(len(kept), device=rows.device)[:, None], rows]  # [B, N, V]
-    return TokenTree(out.tokens, out.parents, out.sizes, probs, chances)
+    return replace(out, probs=probs, chances=chances)
 
 
 def ancestors(parents: list[int]) -> list[int]:

@@ -87,7 +87,7 @@ def coupled(tree: TokenTree, choices: Tensor | SequenceOf[SequenceOf[int]]) -> l
     """
     drawn = _lists(choices)
     outcomes: list[Outcome] = []
-    for b, (tokens, parents) in enumerate(tree.lists()):
+    for b, (tokens, parents) in enumerate(tree.lists):
         own, node = drawn[b], 0
         path: list[int] = []
         y = own[0]
@@ -106,7 +106,7 @@ def rejection(tree: TokenTree, p: Laws, coins: Tensor | Coins) -> list[Outcome]:
     (2401.15077), Sequoia (2402.12374). Exact.
     """
     thrown, outcomes = _lists(coins), list[Outcome]()
-    for b, (tokens, parents) in enumerate(tree.lists()):
+    for b, (tokens, parents) in enumerate(tree.lists):
         q = None if tree.probs is None else tree.probs[b]
         outcomes.append(_end(*rejection_path(tokens, parents, p[b], q, thrown[b]), thrown[b][0]))
     return outcomes
@@ -117,7 +117,7 @@ def block(tree: TokenTree, p: Laws, coins: Tensor | Coins) -> list[Outcome]:
     than `rejection`, which it falls back to where a tree branches or was not sampled (a one-hot
     draft has nothing to gain)."""
     thrown, outcomes = _lists(coins), list[Outcome]()
-    for b, (tokens, parents) in enumerate(tree.lists()):
+    for b, (tokens, parents) in enumerate(tree.lists):
         u = thrown[b]
         q = None if tree.probs is None else tree.probs[b]
         if q is None or parents != list(range(-1, len(parents) - 1)):
@@ -294,7 +294,7 @@ def _longest(
     tree: TokenTree, p: Laws, choices: Tensor | SequenceOf[SequenceOf[int]], accepted: _Accepts
 ) -> list[Outcome]:
     drawn, outcomes = _lists(choices), list[Outcome]()
-    for b, (tokens, parents) in enumerate(tree.lists()):
+    for b, (tokens, parents) in enumerate(tree.lists):
         score: dict[int, tuple[int, float]] = {0: (0, 0.0)}  # reached nodes: depth, log-likelihood
         rows: dict[int, Tensor | None] = {}
         for i in range(1, len(tokens)):

@@ -51,7 +51,7 @@ def test_trees_are_legal_within_budget(drafter: Drafter, sample: bool, temperatu
         assert all(n <= budget for n, budget in zip(tree.num_drafted, budgets, strict=True))
         if tree.probs is not None:
             assert tree.probs.shape[-1] == drafter.runtime.vocab_size
-            for b, size in enumerate(tree.sizes.tolist()):
+            for b, size in enumerate(tree.sizes):
                 for node in range(1, size):
                     assert tree.probs[b, tree.parents[b, node], tree.tokens[b, node]] > 0
         advance(drafter, [(text, grow(text, rng)) for text in texts])
@@ -93,8 +93,8 @@ def test_proposals_do_not_depend_on_the_batch(drafter: Drafter) -> None:
         text.num_computed = 0
         commit(alone, (text, len(text.tokens)))
         tree = alone.propose(ask([text], 4))
-        size = int(tree.sizes[0])
-        assert int(together.sizes[b]) == size
+        size = tree.sizes[0]
+        assert together.sizes[b] == size
         assert together.tokens[b, :size].tolist() == tree.tokens[0, :size].tolist()
 
 

@@ -38,7 +38,7 @@ def says(tokens: list[int]) -> Tensor:
 def check(tree: TokenTree, b: int, text: Sequence, temperature: float) -> None:
     """Every node's children are the best after exactly its own path."""
     noise = MemoryRuntime().sampler_noise
-    tokens, parents = tree.lists()[b]
+    tokens, parents = tree.lists[b]
     for node, kids in enumerate(children(parents)):
         path = [tokens[n] for n in path_to(parents, node)]
         score = says([*text.tokens, *path])
@@ -63,7 +63,7 @@ def test_trees_and_kv_equal_a_clean_rebuild(name: str, temperature: float) -> No
         grown: list[tuple[Sequence, list[int]]] = []
         for b, text in enumerate(texts):
             check(tree, b, text, temperature)
-            tokens, parents = tree.lists()[b]
+            tokens, parents = tree.lists[b]
             path = path_to(parents, rng.randrange(len(tokens)))  # accepted, wherever it lies
             grown.append((text, [*(tokens[n] for n in path), rng.randrange(VOCAB)]))
         advance(drafter, grown)
@@ -99,7 +99,7 @@ def test_a_tree_costs_a_pass_for_each_level(name: str) -> None:
     commit(drafter, (text, 3))
     before = len(drafter.runtime.log)
     tree = drafter.propose(ask([text], 63))
-    depth = max(len(path_to(tree.lists()[0][1], n)) for n in range(tree.num_drafted[0]))
+    depth = max(len(path_to(tree.lists[0][1], n)) for n in range(tree.num_drafted[0]))
     assert (
         len(drafter.runtime.log) - before == {"eagle2": 3, "wide": 2, "eagle": 4, "medusa": 3}[name]
     )
@@ -114,7 +114,7 @@ def test_drawn_trees_carry_the_law_of_every_node(name: str) -> None:
     commit(drafter, (text, 3))
     tree = drafter.propose(ask([text], 63, sample=True))
     assert tree.probs is not None
-    tokens, parents = tree.lists()[0]
+    tokens, parents = tree.lists[0]
     for node, kids in enumerate(children(parents)):
         path = [tokens[n] for n in path_to(parents, node)]
         if kids:

@@ -64,6 +64,7 @@ class Recorder:
             return logits, following
 
         runtime.forward_head = forward_head
+        runtime.draft_chains = lambda *_: None  # level by level
 
     def paths(self) -> list[tuple[list[int], Tensor]]:
         """Of all draft passes since the last call: tokens from the root to a row, its logits."""

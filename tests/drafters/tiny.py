@@ -94,7 +94,10 @@ class MemoryRuntime:
         logits = model.forward(rows, self.kv)
         return logits * torch.nan if len(self.log) in self.spoil else logits
 
-    def sampler_noise(self, seeds: list[int], positions: list[int]) -> Tensor:
+    def sampler_noise(
+        self, seeds: list[int], positions: list[int], tokens: Tensor | None = None
+    ) -> Tensor:
+        assert tokens is None
         rows: list[Tensor] = []
         for seed, position in zip(seeds, positions, strict=True):
             g = torch.Generator().manual_seed((seed * 10007 + position) % 2**63)

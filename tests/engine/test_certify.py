@@ -348,7 +348,7 @@ def one_too_many(patch):
     def wrong(tree, choices):
         outcomes = coupled(tree, choices)
         drawn = choices if isinstance(choices, list) else choices.tolist()
-        for b, (_, parents) in enumerate(tree.lists()):
+        for b, (_, parents) in enumerate(tree.lists):
             last = outcomes[b].path[-1] if outcomes[b].path else 0
             if last + 1 < len(parents) and parents[last + 1] == last:
                 path = [*outcomes[b].path, last + 1]

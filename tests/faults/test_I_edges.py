@@ -77,7 +77,7 @@ def test_I1_trees_stay_wide_to_the_end(params, max_tokens, monkeypatch):
     lay_out, sizes = engine_module.lay_out, []
 
     def watch(items, tree, wants):
-        for item, (tokens, parents) in zip(items, tree.lists(), strict=True):
+        for item, (tokens, parents) in zip(items, tree.lists, strict=True):
             assert max(depths(parents)) <= item.depth
             if 0 < item.depth <= 7:
                 assert item.budget > 20, "nodes are shared by rows alone"

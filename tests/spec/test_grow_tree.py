@@ -112,9 +112,9 @@ PARAMS = [GREEDY, WARM, SamplingParams(top_k=3, temperature=0.7), SamplingParams
 
 
 def same(a: TokenTree, i: int, b: TokenTree, j: int) -> bool:
-    if a.lists()[i] != b.lists()[j]:
+    if a.lists[i] != b.lists[j]:
         return False
-    size = int(a.sizes[i])
+    size = a.sizes[i]
     if a.probs is None or b.probs is None:
         return a.probs is b.probs or size == 1
     return torch.equal(a.probs[i, :size], b.probs[j, :size])
@@ -136,7 +136,7 @@ def test_trees_are_valid_within_budget_repeatable_and_independent(
     tree = grow(roots, budgets, shape, params, sample, draft)
     tree.check(VOCAB)
     assert tree.tokens[:, 0].tolist() == roots
-    for b, (tokens, parents) in enumerate(tree.lists()):
+    for b, (tokens, parents) in enumerate(tree.lists):
         assert len(tokens) - 1 <= min(budgets[b], shape.num_nodes)
         assert (len(tokens) > 1) == (budgets[b] > 0)
         # Depth first: where the draft is right at once, nothing has to be moved.
@@ -180,14 +180,14 @@ def test_dynamic_trees_are_those_of_eagle2(
 ):
     for root in range(6):
         tree = grow([root], [budget], DynamicShape(depth, topk, nodes, trust), GREEDY)
-        [(tokens, parents)] = tree.lists()
+        [(tokens, parents)] = tree.lists
         paths = {tuple(tokens[n] for n in path_to(parents, i)) for i in range(1, len(tokens))}
         assert paths == (eagle2(root, depth, topk, nodes, budget, trust) if budget else set())
 
 
 @pytest.mark.parametrize("shape", [read_shape("eagle"), read_shape("medusa")])
 def test_fixed_trees_hold_the_likeliest_children(shape: TreeShape):
-    [(tokens, parents)] = grow([3], [63], shape, GREEDY).lists()
+    [(tokens, parents)] = grow([3], [63], shape, GREEDY).lists
     assert len(tokens) == shape.num_nodes + 1
     for node, kids in enumerate(children(parents)):
         prefix = (3, *(tokens[n] for n in path_to(parents, node)))
@@ -230,7 +230,7 @@ def test_a_broken_row_has_no_children(shape: TreeShape, sample: bool):
     draft.broken = {(1, first)}
     tree = grow([1, 2], [30, 30], shape, GREEDY, sample, draft)
     tree.check(VOCAB)
-    tokens, parents = tree.lists()[0]
+    tokens, parents = tree.lists[0]
     assert first in tokens[1:]
     assert parents.count(tokens.index(first, 1)) == 0
     assert same(tree, 1, sound, 1)
@@ -250,7 +250,7 @@ def test_coupled_children_are_the_best_under_the_targets_noise_at_their_place():
     draft, want = Draft([4]), ask([4], WARM)
     tree = grow_tree(want, [25], draft.first, draft.step, read_shape("eagle"), spy,
                      DraftVocab(VOCAB))  # fmt: skip
-    [(tokens, parents)] = tree.lists()
+    [(tokens, parents)] = tree.lists
     length = len(want.sequences[0].tokens)
     assert {(s, p) for seeds, at in asked for s, p in zip(seeds, at, strict=True)} == {
         (4, length + d) for d in range(5)
@@ -295,9 +295,9 @@ def test_drawn_children_follow_the_law_without_replacement():
 def test_drawn_trees_have_a_shape_that_no_draw_changes():
     """Non-anticipation: EAGLE-2's re-ranking must not see what was drawn."""
     shape = DynamicShape(4, 3, 12)
-    parents = {str(grow([root], [12], shape, WARM, True).lists()[0][1]) for root in range(20)}
+    parents = {str(grow([root], [12], shape, WARM, True).lists[0][1]) for root in range(20)}
     assert len(parents) == 1
-    greedy = {str(grow([root], [12], shape, GREEDY, True).lists()[0][1]) for root in range(20)}
+    greedy = {str(grow([root], [12], shape, GREEDY, True).lists[0][1]) for root in range(20)}
     assert len(greedy) > 1, "likeliest children are a function of the text: any shape is exact"
 
 
@@ -321,7 +321,7 @@ def test_greedy_sequences_beside_sampling_ones_may_be_refused_nothing_right():
     """Their q must let the target's one token pass wherever it stands among the children."""
     tree = grow([1, 2], [25, 25], read_shape("eagle"), [GREEDY, WARM], True)
     assert tree.probs is not None
-    for node, kids in enumerate(children(tree.lists()[0][1])):
+    for node, kids in enumerate(children(tree.lists[0][1])):
         row = tree.probs[0, node]
         assert row.nonzero().flatten().tolist() == sorted(int(tree.tokens[0, k]) for k in kids)
         if kids:
@@ -358,7 +358,7 @@ def test_a_reduced_vocabulary(params: SamplingParams, sample: bool):
                      DraftVocab(VOCAB, ids))  # fmt: skip
         large = grow([1, 2], [20, 20], shape, params, sample, Wide([1, 2], 5))
         small.check(VOCAB)
-        assert small.lists() == large.lists()
+        assert small.lists == large.lists
         assert set(small.tokens[:, 1:].flatten().tolist()) <= {0, *ids.tolist()}
         if small.probs is not None and large.probs is not None:
             torch.testing.assert_close(small.probs, large.probs)
@@ -393,13 +393,13 @@ def test_nodes_that_are_not_likely_enough_are_left_out(shape: TreeShape, params:
         asked = replace(ask([root], params), least=[Least(0.1, 0.2)])
         some = grow_tree(asked, [63], draft.first, draft.step, shape, noise, DraftVocab(VOCAB))
         some.check(VOCAB)
-        (chances,), (tokens, parents) = some.chances or [[]], some.lists()[0]
+        (chances,), (tokens, parents) = some.chances or [[]], some.lists[0]
         assert len(chances) == len(tokens)
         assert all(chance >= 0.1 for chance in chances)
         for node, parent in enumerate(parents[1:], 1):
             assert chances[node] <= chances[parent]
             assert parent == 0 or chances[parent] >= 0.2, "the draft was run on something unlikely"
-        (everything,), (ids, above) = whole.chances or [[]], whole.lists()[0]
+        (everything,), (ids, above) = whole.chances or [[]], whole.lists[0]
         paths = [tuple(ids[n] for n in path_to(above, node)) for node in range(len(ids))]
         worth = {
             path
@@ -418,4 +418,4 @@ def test_what_is_drawn_is_never_left_out_for_what_it_is():
         for asked in (want, replace(want, least=[Least(0.9, 0.9)]))
     )  # fmt: skip
     assert same(without, 0, with_least, 0)
-    assert len(without.lists()[0][0]) == 9
+    assert len(without.lists[0][0]) == 9

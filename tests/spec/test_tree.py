@@ -69,6 +69,7 @@ def test_roots_and_empty_chains_are_the_same():
         ([[0, 9]], [[-1, 0]]),  # not in the vocabulary
         ([[0, 1]], [[-1, 1]]),  # its own parent
         ([[0, 1]], [[0, 0]]),  # no root
+        ([[0, 1]], [[-1]]),  # a node without a parent
     ],
 )
 def test_check_refuses(tokens: list[list[int]], parents: list[list[int]]):
@@ -76,23 +77,22 @@ def test_check_refuses(tokens: list[list[int]], parents: list[list[int]]):
         from_lists(tokens, parents).check(vocab_size=9)
 
 
-def test_check_refuses_a_size_beyond_the_width():
-    tree = chains([0], [[1]])
+def test_check_refuses_laws_of_another_size():
+    tree = chains([0], [[1]], torch.zeros(1, 3, 9))
     with pytest.raises(AssertionError):
-        TokenTree(tree.tokens, tree.parents, torch.tensor([3])).check(vocab_size=9)
+        tree.check(vocab_size=9)
 
 
 @given(parent_lists(), st.integers(0, 6))
 def test_a_cut_tree_keeps_what_is_not_too_deep(parents, limit):
     count = len(parents)
     law = torch.arange(float(2 * count * 3)).view(2, count, 3)
-    whole = from_lists([list(range(count)), [7]], [parents, [-1]])
-    whole = TokenTree(whole.tokens, whole.parents, whole.sizes, law)
+    whole = TokenTree([(list(range(count)), parents), ([7], [-1])], law)
     tree = cut(whole, [limit, 0])
     tree.check(100)
-    tokens, above = tree.lists()[0]
+    tokens, above = tree.lists[0]
     assert tokens == [i for i, depth in enumerate(depths(parents)) if depth <= limit]
     for i, node in enumerate(tokens):
         assert [tokens[j] for j in path_to(above, i)] == path_to(parents, node)
         assert torch.equal(tree.probs[0, i], law[0, node])
-    assert tree.lists()[1] == ([7], [-1])
+    assert tree.lists[1] == ([7], [-1])

@@ -280,8 +280,7 @@ def test_laws_may_come_one_tensor_a_sequence():
 
 def test_block_falls_back_on_trees():
     q = torch.full((1, 3, 2), 0.5)
-    chain = chains([0], [[1, 1]])
-    tree = TokenTree(chain.tokens, torch.tensor([[-1, 0, 0]]), chain.sizes, q)
+    tree = TokenTree([([0, 1, 1], [-1, 0, 0])], q)
     p = torch.full((1, 3, 2), 0.5)
     u = torch.tensor([[0.7, 0.1, 0.1]], dtype=torch.float64)
     assert verify("block", tree, p=p, coins=u) == verify("rejection", tree, p=p, coins=u)

@@ -7,6 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -223,7 +224,7 @@ def make_drafts(
     tree = from_lists(rows, [list(parents)] * len(rows))
     if kind != "sampled":
         return tree
-    return TokenTree(tree.tokens, tree.parents, tree.sizes, probs)
+    return replace(tree, probs=probs)
 
 
 def grown_drafts(
