@@ -154,7 +154,8 @@ class Eagle(Drafter):
                 # What comes before are shared pages, whose pairs were written with them.
                 slot = self._slots[sequence.slot] = _Slot(sequence, start)
             slot.filled += len(tokens) - 1
-            ready.append(slot.filled == len(sequence.tokens) - 1)
+            # Nobody drafts behind an answer's end: its pairs are for those who share its pages.
+            ready.append(slot.filled == len(sequence.tokens) - 1 and not sequence.finished)
         rows = run_rows(commit.slots, commit.starts, [tokens[1:] for tokens in commit.tokens])
         rows.outputs[:] = [r for r, wanted in zip(rows.outputs, ready, strict=True) if wanted]
         features = self.head.feature(commit.features)  # [sum T, H]
