@@ -88,7 +88,7 @@ class Leader:
             self._finish()
             raise
         self._finish.detach()
-        self._finish = weakref.finalize(self, _end, self.processes, self.channel)
+        self._finish = weakref.finalize(self, _end, self.processes, self.channel, self.stream)
 
     def _spawn(self, config: EngineConfig, file: int) -> list[socket.socket]:
         sockets = list[socket.socket]()
@@ -232,9 +232,14 @@ class Leader:
         self.stream.close()
 
 
-def _end(processes: SequenceOf[subprocess.Popen[bytes]], channel: Channel | None) -> None:
-    """With a channel the others are told first and have some time."""
-    if channel is not None:
+def _end(
+    processes: SequenceOf[subprocess.Popen[bytes]],
+    channel: Channel | None,
+    stream: Worker | None = None,
+) -> None:
+    """With a channel the others are told first and have some time: behind what is under way, as a
+    head's pass may be, whose words would get mixed up with these."""
+    if channel is not None and (stream is None or stream.join(_GRACE)):
         with suppress(Exception):
             channel.send(None)
     until = time.monotonic() + (_GRACE if channel else 0)

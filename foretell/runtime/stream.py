@@ -97,8 +97,9 @@ class Stream(Protocol):
         """The result of submitted work; what it raised is raised here."""
         ...
 
-    def join(self) -> None:
-        """Returns when nothing is under way; work that nobody waited for may be dropped."""
+    def join(self, timeout: float | None = None) -> bool:
+        """Whether nothing is under way any more within ``timeout`` seconds; work that nobody waited
+        for may be dropped."""
         ...
 
     def close(self) -> None:
@@ -123,8 +124,9 @@ class Inline:
             self._queue.popleft().run()
         return work.value()
 
-    def join(self) -> None:
+    def join(self, timeout: float | None = None) -> bool:
         self._queue.clear()
+        return True
 
     def close(self) -> None:
         self._queue.clear()
@@ -162,9 +164,8 @@ class Worker:
         work.wait()
         return work.value()
 
-    def join(self) -> None:
-        if self._last is not None:
-            self._last.wait()
+    def join(self, timeout: float | None = None) -> bool:
+        return self._last is None or self._last.wait(timeout)
 
     def close(self) -> None:
         self._queue.put(None)

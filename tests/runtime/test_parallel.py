@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,10 +14,12 @@ import torch.distributed as dist
 
 from foretell.config import EngineConfig, SpeculationConfig
 from foretell.llm import LLM
+from foretell.runtime import parallel
 from foretell.runtime.batch import FOLLOW, HEAD, HEADER, TARGET
 from foretell.runtime.identity import difference, identity
 from foretell.runtime.rank import memory, serve
 from foretell.runtime.ranks import Group
+from foretell.runtime.stream import Work, Worker
 from tests import heads, tiny
 from tests.runtime.ranks import OPTIONS, let_draft, model, start
 
@@ -95,6 +98,16 @@ def test_the_draft_is_on_the_leader_alone(two):
     # Nothing else of any size is alive there: not the draft under another name either.
     known = theirs["target weights"] + theirs["target KV"]
     assert known <= theirs["all tensors"] < known + 200_000
+
+
+def test_the_end_is_told_behind_what_is_under_way():
+    """A head's pass sends words of its own; broadcasts of two threads would be mixed up."""
+    stream, told, go_on = Worker("pass"), [], threading.Event()
+    stream.submit(Work("head", lambda: (go_on.wait(60), told.append("head"))))
+    threading.Timer(0.2, go_on.set).start()
+    parallel._end([], SimpleNamespace(send=told.append), stream)
+    assert told == ["head", None]
+    stream.close()
 
 
 def test_what_ranks_share_lies_where_their_tensors_do():
