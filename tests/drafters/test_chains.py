@@ -6,9 +6,10 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from foretell.attention import pool
 from foretell.runtime.runner import Runtime
 from foretell.sequence import SamplingParams, Sequence
 from foretell.spec.drafter import Ask, Drafter
@@ -28,10 +29,24 @@ LEAST = [ANYTHING, Least(node=0.02), Least(parent=0.1), Least(first=0.1), Least(
 
 @cache
 def drafters(kind: str) -> tuple[Drafter, Drafter]:
-    """One that drafts in one call and one that cannot."""
+    """One that drafts in one call, where it may, and one that cannot."""
     quick, slow = (fresh(f"{heads.scheme(kind)},k={LEVELS}") for _ in range(2))
+    one_call = quick.runtime.draft_chains
+
+    def told(head, ask, *rest):
+        drafted = one_call(head, ask, *rest)
+        filtered = any(s.params.top_k or s.params.top_p == 0.3 for s in ask.sequences)
+        assert (drafted is None) == filtered
+        return drafted
+
+    quick.runtime.draft_chains = told  # type: ignore[method-assign]
     slow.runtime.draft_chains = lambda *_: None  # type: ignore[method-assign]
     return quick, slow
+
+
+@pytest.fixture(autouse=True, params=[1, 2], ids=lambda threads: f"{threads} threads")
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_num_threads", request.param)
 
 
 def cells(drafter: Drafter) -> list[torch.Tensor]:
@@ -41,7 +56,9 @@ def cells(drafter: Drafter) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", heads.LAYERED)
-@settings(max_examples=25, deadline=None)
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_same_trees_and_kv(kind: str, data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 4))
