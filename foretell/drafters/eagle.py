@@ -160,8 +160,8 @@ class Eagle(Drafter):
         rows.outputs[:] = [r for r, wanted in zip(rows.outputs, ready, strict=True) if wanted]
         features = self.head.feature(commit.features)  # [sum T, H]
         logits, following = self.runtime.forward_head(self.head, rows, features)
-        carried = [rows.slots[r] for r in rows.outputs]
-        self._logits[carried], self._features[carried] = logits, following
+        if carried := [rows.slots[r] for r in rows.outputs]:
+            self._logits[carried], self._features[carried] = logits, following
 
     def propose(self, ask: Ask) -> TokenTree:
         lengths = [len(sequence.tokens) for sequence in ask.sequences]
