@@ -103,8 +103,13 @@ def grow(
 ) -> TokenTree:
     draft = draft or Draft(roots)
     vocab = vocab or DraftVocab(VOCAB)
+    ids = slice(None) if vocab.ids is None else vocab.ids
+
+    def own(seeds: list[int], positions: list[int]) -> Tensor:
+        return noise(seeds, positions)[:, ids]
+
     asked = ask(roots, params, sample)
-    return grow_tree(asked, budgets, draft.first, draft.step, shape, noise, vocab)
+    return grow_tree(asked, budgets, draft.first, draft.step, shape, own, vocab)
 
 
 GREEDY, WARM = SamplingParams(temperature=0), SamplingParams(temperature=1.3)
