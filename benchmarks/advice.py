@@ -66,7 +66,8 @@ def go_by_passes(folder: Path) -> None:
         return float(np.interp(rows, ROWS, TARGET_MS)) if group == "target" else 1 + 0.2 * rows
 
     charged(Runtime, "_run", target_or_draft)
-    charged(Runtime, "run_head", lambda _, head, ready, f: 1.2 + 0.25 * len(ready.batch.tokens))
+    charged(Runtime, "run_head", lambda _, head, ready, f: 1.2 + 0.05 * len(ready.batch.tokens))
+    charged(Runtime, "draft_chains", lambda _, head, ask, lengths, *more: 1.4 * max(lengths) - 0.9)
     charged(Engine, "step", lambda *_: 0.5)
 
 
