@@ -111,9 +111,11 @@ def final(
             root, outcome = spans[i].row + items[i].num_run - 1, outcomes[i]
             assert outcome is not None
             rows.extend(root + node for node in outcome.path[:accepted])
+    if features is not None and rows != list(range(len(features))):
+        features = features[rows]
     return Commit(
         [items[i].sequence for i in seen],
         [starts[i] for i in seen],
         [items[i].sequence.tokens[starts[i] : items[i].sequence.num_computed + 1] for i in seen],
-        None if features is None else features[rows],  # [sum T, F]
+        features,  # [sum T, F]
     )

@@ -66,19 +66,18 @@ class Watch:
         if not self.lazy:
             return self._own(commit)
         urgent: list[Sequence] = []
-        row = 0
         own = self._own(commit).features
-        for sequence, start, tokens in zip(
-            commit.sequences, commit.starts, commit.tokens, strict=True
-        ):
+        sizes = [len(tokens) - 1 for tokens in commit.tokens]
+        parts: SequenceOf[Tensor | None]
+        parts = [None] * len(sizes) if own is None else torch.split(own, sizes)
+        for sequence, start, part in zip(commit.sequences, commit.starts, parts, strict=True):
             late = self._late.get(sequence.slot)
             if late is None or late.sequence is not sequence:
                 if self.refills:  # pages of the prefix cache may lack the drafter's KV
                     start = min(start, self.cache.num_observed(sequence))
                 late = self._late[sequence.slot] = _Late(sequence, start)
-            if own is not None:
-                late.features.append(own[row : row + len(tokens) - 1])
-                row += len(tokens) - 1
+            if part is not None:
+                late.features.append(part)
                 many = sequence.num_computed - late.seen >= MOST_FEATURES
                 if many or (sequence.finished and self.drafter.needs.kv):
                     urgent.append(sequence)
