@@ -73,7 +73,7 @@ class Notice(Listener):
 
     def _say(self) -> None:
         if self._depth:
-            log.warning("compiling kernels, once on this machine: it takes up to a minute")
+            log.warning("compiling kernels, once on this machine: a minute or two")
         else:
             self._said = None
 

@@ -27,7 +27,7 @@ def wait(notice, said, caplog) -> None:
         time.sleep(0.01)
     notice._said and notice._said.join()
     assert [record.message for record in caplog.records] == (
-        ["compiling kernels, once on this machine: it takes up to a minute"] * said
+        ["compiling kernels, once on this machine: a minute or two"] * said
     )
 
 
