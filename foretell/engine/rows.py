@@ -111,7 +111,7 @@ def final(
             root, outcome = spans[i].row + items[i].num_run - 1, outcomes[i]
             assert outcome is not None
             rows.extend(root + node for node in outcome.path[:accepted])
-    if features is not None and rows != list(range(len(features))):
+    if features is not None and len(rows) < len(features):  # ascending: else they are all
         features = features[rows]
     return Commit(
         [items[i].sequence for i in seen],

@@ -16,7 +16,7 @@ from torch import Tensor
 from foretell.drafters.eagle import Eagle
 from foretell.drafters.medusa import Medusa
 from foretell.runtime.runner import Runtime
-from foretell.sequence import Sequence
+from foretell.sequence import FinishReason, Sequence
 from foretell.spec.drafter import Rows
 from tests import heads, tiny
 from tests.drafters.tiny import advance, ask, chain, commit, features_of, fresh, paths, sequence
@@ -271,3 +271,20 @@ def test_bad_vocabulary_files(listed: str, message: str, tmp_path: Path) -> None
         fresh(f"{heads.scheme('eagle3')},draft_vocab={tmp_path / 'ids.json'}")
     with pytest.raises(ValueError, match=r"token_ranking\.json is missing"):
         fresh(f"{heads.scheme('eagle')},draft_vocab=20")
+
+
+def test_nothing_is_asked_for_behind_an_answers_end() -> None:
+    """Its pairs are run all the same, for those who share its pages."""
+    cells = []
+    for reason in (None, FinishReason.STOP):
+        drafter = fresh(heads.scheme("eagle"))
+        recorder = Recorder(drafter.runtime)
+        text = sequence(list(range(3, 12)))
+        text.finish_reason = reason
+        commit(drafter, (text, len(text.tokens)))
+        [(rows, logits)] = recorder.passes
+        assert len(rows.outputs) == len(logits) == (reason is None)
+        cells.append([x.clone() for layer in drafter.runtime.kv.layers["draft"] for x in layer])
+    for one, other in zip(*cells, strict=True):
+        assert one.any()
+        assert torch.equal(one, other)
