@@ -97,6 +97,7 @@ def generate(
     texts = terminal.read_prompts(prompts or [], file or [])
     _check_show_draft(show_draft, engine)
     llm = _open(engine)
+    context.call_on_close(llm.remember)
     sampling = _recommended(llm, sampling, context)
     assert llm.tokenizer is not None
     if as_chat is None:
@@ -143,6 +144,7 @@ def chat_command(
     given is as the model's maker recommends."""
     _check_show_draft(show_draft, engine)
     llm = _open(engine)
+    context.call_on_close(llm.remember)
     terminal.chat(llm, _recommended(llm, sampling, context), Screen(show_draft=show_draft), system)
 
 

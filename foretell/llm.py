@@ -16,6 +16,7 @@ import torch
 from foretell.answer import Delta, Follower, Result
 from foretell.config import EngineConfig, SpeculationConfig
 from foretell.engine.build import build_engine
+from foretell.engine.calibrate import remember
 from foretell.engine.detokenize import Detokenizer
 from foretell.models.grammar import Grammars
 from foretell.models.loader import LoadedModel
@@ -168,14 +169,19 @@ class LLM:
         self.engine.abort(request_id)
 
     def close(self) -> None:
-        """Drops what is in flight, and ends other ranks."""
+        """Drops what is in flight, keeps what was learnt of drafts, and ends other ranks."""
         with self._lock:
             self.engine.drain()
             scheduler = self.engine.scheduler
             for sequence in [*scheduler.running, *scheduler.waiting]:
                 self.engine.abort(sequence.request_id)
             self.engine.drain()
+            self.remember()
             self.engine.runtime.close()
+
+    def remember(self) -> None:
+        """Keeps what was learnt of drafts: the next start goes on from there."""
+        remember(self.engine)
 
     def __enter__(self) -> LLM:
         return self

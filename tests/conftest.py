@@ -44,7 +44,7 @@ def own_costs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What drafts cost is measured anew: what former runs left on the machine does not count."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("foretell.engine.calibrate.home", lambda: home)
+        patch.setattr("foretell.engine.kept.home", lambda: home)
         yield
 
 

@@ -26,7 +26,7 @@ from foretell.models.head_formats import LoadedHead, load_eagle
 from foretell.models.hub import packaged_head, resolve
 from foretell.models.loader import LoadedModel
 from foretell.models.trainable import TrainableHead
-from foretell.sequence import Sequence
+from foretell.sequence import SamplingParams, Sequence
 from foretell.spec.drafter import Ask, Commit, Drafter, DraftRuntime, Needs, run_rows
 from foretell.spec.grow_tree import Frontier, first_tokens, frontier_rows, grow_tree
 from foretell.spec.losses import judge
@@ -138,6 +138,11 @@ class Eagle(Drafter):
         ranks = target.model.ranks if options.is_spread(config.k) else None
         weights = weight_format(options.weights or target.weights)
         return cls.read(path, target, weights, options.draft_vocab, ranks)
+
+    def warm(self) -> None:
+        if self.options.is_chain:
+            nobody = Sequence("warm", [0, 0], SamplingParams(temperature=0), seed=0, slot=0)
+            self._chains(Ask([nobody], [1]), [1])
 
     def observe(self, commit: Commit) -> None:
         """Runs every pair that became final, all sequences at once; none past the head's limit."""

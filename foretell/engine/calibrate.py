@@ -1,7 +1,7 @@
 """What steps cost on this machine, measured once by taking some.
 
 The engine steps a few answers of no meaning with budgets given beforehand, and its controller
-learns from their times as it does from all others. What it learnt is kept in the cache directory,
+learns from their times as it does from all others. What it learnt is kept (`foretell.engine.kept`)
 for each model, weight format, scheme, number of threads and processor.
 """
 
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
-import os
 import platform
 import random
 import time
@@ -25,9 +23,9 @@ import torch
 
 import foretell
 from foretell.attention.pool import num_threads
-from foretell.config import home
 from foretell.engine.drafting import Drafting
 from foretell.engine.engine import Engine
+from foretell.engine.kept import Kept
 from foretell.engine.metrics import Metrics
 from foretell.engine.scheduler import Item
 from foretell.models.loader import LoadedModel
@@ -108,28 +106,33 @@ class _Given:
 
 
 def calibrate(engine: Engine, target: LoadedModel) -> None:
-    """Gives an engine's controller its costs, from the cache directory or by measuring.
+    """Gives an engine's controller its costs, from the cache directory or by measuring, and what
+    was learnt of acceptance before.
 
     Args:
-        target: whose path and format name the costs.
+        target: whose path and format name what is kept.
     """
     drafting = engine.drafting
     if drafting is None or drafting.controller is None:
         return
-    path = home() / "costs" / f"{_name(engine, target)}.json"
-    costs = drafting.controller.costs
-    damaged = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
-    with contextlib.suppress(OSError, *damaged):
-        costs.restore(json.loads(path.read_text()))
-        return
-    with torch.inference_mode():
-        whole = _measure(engine, drafting, costs)
-    costs.restore(costs.state())  # known as well as they will be after the next start
-    drafting.use(costs)  # what it learnt of acceptance means nothing
-    engine.scheduler.budget = drafting.budget
-    if whole:
-        with contextlib.suppress(OSError):
-            _write(path, costs)
+    kept, costs = Kept(_name(engine, target)), drafting.controller.costs
+    if not kept.load("costs", costs.restore):
+        with torch.inference_mode():
+            whole = _measure(engine, drafting, costs)
+        costs.restore(costs.state())  # known as well as they will be after the next start
+        drafting.use(costs)  # what it learnt of acceptance means nothing
+        engine.scheduler.budget = drafting.budget
+        if whole:
+            kept.save("costs", costs.state())
+    kept.load("acceptance", drafting.controller.restore)
+    drafting.kept = kept
+
+
+def remember(engine: Engine) -> None:
+    """Keeps what was learnt of acceptance: the next start goes on from there."""
+    drafting = engine.drafting
+    if drafting and drafting.controller and drafting.kept:
+        drafting.kept.save("acceptance", drafting.controller.state())
 
 
 def processor() -> str:
@@ -215,17 +218,3 @@ def _running(engine: Engine, drafting: Drafting, given: _Given) -> Generator[Non
     finally:
         engine.abort("calibration")
         engine.drain()
-
-
-def _write(path: Path, costs: Costs) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with part.open("w") as file:
-            json.dump(costs.state(), file)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)

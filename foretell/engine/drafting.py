@@ -14,6 +14,7 @@ from torch import Tensor
 
 from foretell.engine.cache import PageCache
 from foretell.engine.choose import Choice
+from foretell.engine.kept import Kept
 from foretell.engine.scheduler import Item
 from foretell.engine.watch import Watch
 from foretell.sequence import Sequence
@@ -79,7 +80,6 @@ class Drafting:
         vocab_size: int,
         failed: Failed,
     ) -> None:
-        assert drafters
         self.drafters = list(drafters)
         self.adaptive, self.sampled = adaptive, sampled
         self.max_model_len, self.vocab_size, self.failed = max_model_len, vocab_size, failed
@@ -96,6 +96,7 @@ class Drafting:
         self._busy: set[int] = set()
         """Those of them that drafted in the step before."""
         self.learning = True
+        self.kept: Kept | None = None
         self.controller: Controller | None = None
         if adaptive:
             costs = Costs([bool(d.needs.kv or d.needs.features) for d in drafters])

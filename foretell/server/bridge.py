@@ -168,7 +168,9 @@ class Bridge:
                         self._step()
                     elif not self._end and not self._wake.wait(REST):
                         heaps.trim()
+                        self.llm.remember()
                         self._wake.wait()
+            self.llm.remember()
         except BaseException as error:
             self.stopped = "the engine has failed; see the server's log"
             if isinstance(error, RankError):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _HOPE = 0.4
 """What is expected of a draft token before any was seen, as much as `_HOPE_WEIGHT` of them."""
@@ -26,6 +26,8 @@ _COMMON = 1 - 1 / 192
 _FADE = [(1 - 1 / 64) ** steps for steps in range(400)]
 """Weight that a sequence's record has left after steps without an entry."""
 _COMMON_FADE = 1 - 1 / 2048
+_KEPT = 32.0
+"""What is known from the start before is worth, in observations: what is asked may be another."""
 
 
 class Ladder(NamedTuple):
@@ -208,6 +210,34 @@ class Acceptance:
         # Learnt costs may say that a row saves time.
         return min(max(chance, 0.0), 0.95) ** (1 / self.candour)
 
+    # ---- kept between runs
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` takes, as JSON's types: what is known of all sequences together."""
+        names = ("tries", "hits", "asked", "found", "yields", "errors", "filled", "candour")
+        return {name: getattr(self, name) for name in (*names, "candid")}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """
+        Raises:
+            ValueError, KeyError, TypeError: not what `state` gave for such a scheme.
+        """
+        levels, rungs = len(self.tries), len(self.yields)
+        tries, hits = _numbers(state["tries"], levels), _numbers(state["hits"], levels)
+        asked, found = _numbers([state["asked"], state["found"]], 2)
+        yields, filled = _numbers(state["yields"], rungs), _numbers(state["filled"], rungs)
+        errors, (candour,) = _numbers(state["errors"], 3), _numbers([state["candour"]], 1)
+        if found > asked or any(hit > tried for hit, tried in zip(hits, tries, strict=True)):
+            raise ValueError("more accepted than drafted")
+        part = min(1.0, _KEPT / max(asked, *tries, 1e-9))
+        self.tries, self.hits = [part * n for n in tries], [part * n for n in hits]
+        self.asked, self.found = part * asked, part * found
+        self.yields, self.filled, self.errors = yields, filled, errors
+        self.candour, self.candid = min(max(candour, 0.2), 4.0), bool(state["candid"])
+        self._common = []
+
+    # ---- inside
+
     def _judge(self, record: _Record, right: bool) -> None:
         """Which weight of everybody foretells best whether a first token is right?"""
         common = (self._common or self._expected())[0]
@@ -243,3 +273,10 @@ class Acceptance:
             weight = _NEIGHBOUR
             out.append(above)
         return out
+
+
+def _numbers(values: Any, count: int) -> list[float]:
+    numbers = [float(value) for value in values]
+    if len(numbers) != count or not all(0 <= number < 1e6 for number in numbers):
+        raise ValueError("not what was seen of drafts")
+    return numbers

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import Any
 
 from foretell.spec.acceptance import Acceptance, Outcome
 from foretell.spec.choice import Choice
@@ -227,6 +228,24 @@ class Controller:
         ):
             scheme.passed()
             probes.earn(seconds / networks if network else seconds)
+
+    # ---- kept between runs
+
+    def state(self) -> list[dict[str, Any]]:
+        """What `restore` takes, as JSON's types: what is known of acceptance."""
+        return [scheme.state() for scheme in self.schemes]
+
+    def restore(self, state: SequenceOf[dict[str, Any]]) -> None:
+        """Goes on where another run of the same schemes ended: what it tried need not be tried.
+
+        Raises:
+            ValueError, KeyError, TypeError: not what `state` gave for the same schemes.
+        """
+        for scheme, probes, own in zip(self.schemes, self.probes, state, strict=True):
+            scheme.restore(own)
+            known = int(scheme.asked)
+            probes.free = max(0, FREE_PROBES - known)
+            probes.trials = max(0, MOST_FREE_PROBES - known)
 
 
 class Probes:

@@ -36,7 +36,7 @@ SCHEMES = [
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     """Costs that other tests measured are nobody's business."""
-    monkeypatch.setattr("foretell.engine.calibrate.home", lambda: tmp_path)
+    monkeypatch.setattr("foretell.engine.kept.home", lambda: tmp_path)
 
 
 class Restless(FixedBudget):
@@ -224,6 +224,28 @@ def test_damaged_costs_are_measured_anew(changes, tmp_path):
     path.write_bytes(damaged)
     assert tiny.ids(tiny.llm(scheme).generate(PROMPTS[:2], tiny.greedy())) == want
     assert path.read_bytes() != damaged
+
+
+def test_what_was_learnt_of_drafts_outlasts_a_restart(tmp_path):
+    scheme = "tests.fakes:Hostile,k=4,adaptive=true"
+    with tiny.llm(scheme) as llm:
+        want = tiny.ids(llm.generate(PROMPTS, tiny.greedy()))
+    (path,) = (tmp_path / "acceptance").iterdir()
+    asked = json.loads(path.read_text())[0]["asked"]
+    assert asked > 4
+    again = tiny.llm(scheme)
+    (record,) = again.engine.drafting.controller.schemes
+    assert record.asked == pytest.approx(min(asked, 32))
+    assert again.engine.drafting.controller.probes[0].free == 0
+    assert tiny.ids(again.generate(PROMPTS, tiny.greedy())) == want
+    path.write_text('[{"tries": [1, 2')
+    assert tiny.ids(tiny.llm(scheme).generate(PROMPTS, tiny.greedy())) == want
+
+
+def test_what_cannot_be_kept_is_learnt_again(tmp_path):
+    (tmp_path / "acceptance").write_text("a file where a directory should be")
+    with tiny.llm("prompt-lookup:k=4,adaptive=true") as llm:
+        assert llm.generate(PROMPTS[:1], tiny.greedy())[0].token_ids
 
 
 def test_costs_seen_less_than_never_count_as_not_seen(tmp_path):

@@ -314,6 +314,57 @@ def test_costs_survive_a_file():
             Costs([True, False]).restore(damaged)
 
 
+def restarted(before: Draft, after: Draft, steps: int, batch: int = 4) -> tuple[float, World]:
+    """Tokens a second behind a restart, and how it went: through a file."""
+    first = World([before], lambda step: batch, seed=1)
+    learnt = controller(first)
+    first.run(400, learnt)
+    world = World([after], lambda step: batch, seed=2)
+    policy = controller(world)
+    policy.restore(json.loads(json.dumps(learnt.state())))
+    return world.run(steps, policy), world
+
+
+def test_what_was_tried_before_a_restart_need_not_be_tried_again():
+    cold = World([useless()], lambda step: 4, seed=2)
+    cold.run(60, controller(cold))
+    _, warm = restarted(useless(), useless(), 60)
+    tries = [
+        sum(bool(grant.nodes) for grants in w.history for grant in grants) for w in (cold, warm)
+    ]
+    assert tries[1] < 0.5 * tries[0]
+
+
+def test_what_paid_before_a_restart_is_used_from_the_first_step():
+    rate, warm = restarted(good(), good(), 40)
+    assert all(grant.nodes > 2 for grant in warm.history[0])
+    cold = World([good()], lambda step: 4, seed=2)
+    assert rate > cold.run(40, controller(cold))
+
+
+@pytest.mark.parametrize(("before", "after"), [(useless, good), (good, useless)])
+def test_what_was_learnt_before_a_restart_is_forgotten_where_it_is_wrong(before, after):
+    rate, _ = restarted(before(), after(), 1200)
+    best = max(World([after()], lambda s: 4, seed=2).run(1200, [Grant(k, k)]) for k in (0, 3, 4))
+    assert rate > 0.95 * best
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tries": [1.0]}, {"hits": [9e5] * 8}, {"yields": None}, {"filled": [-1.0] * 8},
+        {"asked": float("nan")}, {"found": 1e5}, {"errors": []}, {"candour": "no"},
+    ],
+    ids=lambda change: next(iter(change)),
+)  # fmt: skip
+def test_what_is_no_record_is_refused(change):
+    state = [Acceptance(8, 8).state() | change]
+    policy = controller(World([good()], lambda step: 1))
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        policy.restore(state)
+    assert policy.state() == [Acceptance(8, 8).state()]
+
+
 def test_terms_share_a_surprise_by_their_parts():
     terms = Terms([1.0, 1.0])
     for _ in range(400):
