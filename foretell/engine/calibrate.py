@@ -36,7 +36,9 @@ from foretell.spec.tree import MAX_NODES, TokenTree, chains
 
 MOST_SECONDS = 3.0
 """After that nothing more is tried."""
-_REPEATS = 4
+_REPEATS = 8
+_OFTEN = 16
+"""Larger steps are taken once: drafts are seldom so long, and they take the time of many."""
 _PROMPT = 24
 _NODES = [knot - 1 for knot in KNOTS if knot <= MAX_NODES]
 
@@ -129,10 +131,12 @@ def calibrate(engine: Engine, target: LoadedModel) -> None:
 
 
 def remember(engine: Engine) -> None:
-    """Keeps what was learnt of acceptance: the next start goes on from there."""
+    """Keeps what was learnt of costs and acceptance: the next start goes on from there."""
     drafting = engine.drafting
     if drafting and drafting.controller and drafting.kept:
         drafting.kept.save("acceptance", drafting.controller.state())
+        if "costs" in drafting.kept.kinds:  # else not all of them are known
+            drafting.kept.save("costs", drafting.controller.costs.state())
 
 
 def processor() -> str:
@@ -165,13 +169,14 @@ def _measure(engine: Engine, drafting: Drafting, costs: Costs) -> bool:
     try:
         with _running(engine, drafting, given):
             sizes = _sizes(drafting)
-            began, left = time.perf_counter(), [*sizes * _REPEATS]
+            often = [size for size in sizes if size[0].nodes < _OFTEN] * (_REPEATS - 1)
+            began, left = time.perf_counter(), [*sizes, *often]
             while left and engine.has_work and time.perf_counter() - began < MOST_SECONDS:
                 given.grant, own = left.pop(0)
                 # The target's rows must be there whether a scheme finds anything or not.
                 drafting.propose = drafts if own else stand_in
                 engine.step()
-            whole = len(left) <= len(sizes) * (_REPEATS - 1)
+            whole = len(left) <= len(often)
     finally:
         drafting.learning, drafting.propose = True, drafts
         quickest.teach(costs)

@@ -230,6 +230,9 @@ def test_what_was_learnt_of_drafts_outlasts_a_restart(tmp_path):
     scheme = "tests.fakes:Hostile,k=4,adaptive=true"
     with tiny.llm(scheme) as llm:
         want = tiny.ids(llm.generate(PROMPTS, tiny.greedy()))
+    rows = llm.engine.drafting.controller.costs.state()["rows"]
+    (path,) = (tmp_path / "costs").iterdir()
+    assert json.loads(path.read_text())["rows"] == pytest.approx(rows)
     (path,) = (tmp_path / "acceptance").iterdir()
     asked = json.loads(path.read_text())[0]["asked"]
     assert asked > 4
@@ -277,6 +280,8 @@ def test_costs_that_time_did_not_suffice_for_are_not_kept(tmp_path, monkeypatch)
     llm = tiny.llm("prompt-lookup:k=4,adaptive=true")
     assert not (tmp_path / "costs").exists()
     tiny.check_idle(llm)
+    llm.close()
+    assert not (tmp_path / "costs").exists()
 
 
 def test_nobody_is_asked_while_nothing_pays():
