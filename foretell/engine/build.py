@@ -10,7 +10,6 @@ from foretell.drafters import build as build_drafter
 from foretell.drafters import check as check_drafter
 from foretell.drafters import expand
 from foretell.engine.calibrate import calibrate
-from foretell.engine.drafting import merge_needs
 from foretell.engine.engine import Engine
 from foretell.models.config import ModelConfig
 from foretell.models.hub import resolve
@@ -20,6 +19,7 @@ from foretell.runtime.parallel import Leader, ParallelRuntime
 from foretell.runtime.rank import follow
 from foretell.runtime.runner import Runtime
 from foretell.runtime.torchrun import torchrun
+from foretell.spec.drafter import merge_needs
 
 
 def build_engine(

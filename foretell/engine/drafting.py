@@ -21,11 +21,14 @@ from foretell.sequence import Sequence
 from foretell.spec.acceptance import Outcome, claims
 from foretell.spec.budget import Controller, FixedBudget
 from foretell.spec.costs import Costs
-from foretell.spec.drafter import Ask, Commit, Drafter, KVGroup, Needs
+from foretell.spec.drafter import Ask, Commit, Drafter, merge_needs
 from foretell.spec.seats import Grant, Limit, Seat, limit
 from foretell.spec.tree import TokenTree, cut, depths, roots
 
 Failed = Callable[[str, Exception], None]
+
+LONG_QUIET, TOLD_EVERY = 8, 4
+"""Steps without drafts; behind so many, of so many one shows the controller what they cost."""
 
 
 def _granted(item: Item, m: int, drafted: bool) -> Grant:
@@ -35,26 +38,6 @@ def _granted(item: Item, m: int, drafted: bool) -> Grant:
     if item.instead and item.instead.scheme == m and not drafted and not item.forced:
         return item.instead
     return Grant()
-
-
-def merge_needs(drafters: SequenceOf[Drafter]) -> Needs:
-    """What several schemes together want from the engine.
-
-    Raises:
-        ValueError: two of them keep KV of their own.
-    """
-    with_kv = [drafter for drafter in drafters if drafter.needs.kv]
-    if len(with_kv) > 1:
-        names = " and ".join(drafter.config.method for drafter in with_kv)
-        raise ValueError(f"{names} both keep KV of their own: load one of them")
-    kv: KVGroup | None = with_kv[0].needs.kv if with_kv else None
-    layers = {layer: None for drafter in drafters for layer in drafter.needs.features}
-    return Needs(
-        features=tuple(layers),
-        kv=kv,
-        lookahead=max(drafter.needs.lookahead for drafter in drafters),
-        prediction=any(drafter.needs.prediction for drafter in drafters),
-    )
 
 
 class Drafting:
@@ -97,6 +80,8 @@ class Drafting:
         """Those of them that drafted in the step before."""
         self.learning = True
         self.kept: Kept | None = None
+        self._quiet, self._untold = 0, list[float]()
+        """Steps since something was drafted; seconds of those that the controller is to be told."""
         self.controller: Controller | None = None
         if adaptive:
             costs = Costs([bool(d.needs.kv or d.needs.features) for d in drafters])
@@ -245,6 +230,10 @@ class Drafting:
         controller, asked, self._asked = self.controller, self._asked, []
         if controller is None or not self.learning or not all(item.num_run == 1 for item in items):
             return
+        self._quiet = 0 if asked or self._busy or tree.width > 1 else self._quiet + 1
+        self._untold.append(seconds + drafting)
+        if self._quiet > LONG_QUIET and len(self._untold) < TOLD_EVERY:
+            return
         outcomes: list[list[Outcome]] = [[] for _ in self.drafters]
         keys = more = 0
         for b, (item, own, outcome) in enumerate(
@@ -273,7 +262,8 @@ class Drafting:
         for m, each in enumerate(outcomes):
             if each:
                 controller.learn(m, each)
-        controller.passed(seconds + drafting)
+        controller.passed(sum(self._untold), len(self._untold))
+        self._untold = []
 
     def observe(
         self, commit: Commit, soon: SequenceOf[Sequence] = (), followed: int | None = None

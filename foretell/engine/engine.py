@@ -17,7 +17,7 @@ from foretell.engine.ahead import Ahead
 from foretell.engine.cache import PageCache
 from foretell.engine.choose import Choice, prepare, prompt_logprobs, shape_of
 from foretell.engine.device import Device
-from foretell.engine.drafting import Drafting, merge_needs
+from foretell.engine.drafting import Drafting
 from foretell.engine.metrics import Metrics
 from foretell.engine.one_token import OneToken, scheme_for
 from foretell.engine.rows import Span, final, lay_out, wants_prompt
@@ -25,7 +25,7 @@ from foretell.engine.schedule import Ordinary, Schedule
 from foretell.engine.scheduler import Item, Scheduler
 from foretell.runtime.runner import Runtime
 from foretell.sequence import FinishReason, SamplingParams, Sequence, Step
-from foretell.spec.drafter import Drafter
+from foretell.spec.drafter import Drafter, merge_needs
 from foretell.spec.forced import MOST_FORCED
 from foretell.spec.seats import Limit, Seat, limit
 from foretell.spec.tree import TokenTree, depths, roots

@@ -20,7 +20,7 @@ from foretell.spec.drafter import Commit, Drafter
 
 MOST_ROWS = 512
 """Tokens that a drafter is shown at once, so that a long prompt does not stall a step."""
-MOST_FEATURES = 64
+MOST_FEATURES = 128
 """Rows of features that are kept of a sequence."""
 
 
@@ -69,7 +69,7 @@ class Watch:
         own = self._own(commit).features
         sizes = [len(tokens) - 1 for tokens in commit.tokens]
         parts: SequenceOf[Tensor | None]
-        parts = [None] * len(sizes) if own is None else torch.split(own, sizes)
+        parts = [None] * len(sizes) if own is None else torch.split_with_sizes(own, sizes)
         for sequence, start, part in zip(commit.sequences, commit.starts, parts, strict=True):
             late = self._late.get(sequence.slot)
             if late is None or late.sequence is not sequence:

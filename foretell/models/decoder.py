@@ -84,6 +84,8 @@ class Decoder:
                 tokens, attention, layout, kv, outputs, taps,
                 narrow=-1 not in taps and len(self.layers) - 1 not in taps,
             )  # fmt: skip
+            if taps == (-1,):  # that comes out in any case
+                return logits, hidden
             width = hidden.shape[1]
             for i, tap in enumerate(taps):
                 if tap == -1:

@@ -123,10 +123,10 @@ class Acceptance:
         for slot in slots:
             self._records.pop(slot, None)
 
-    def passed(self) -> None:
-        """A step is over, whether there were drafts or not."""
-        self._clock += 1
-        if self._clock % 64 == 0:
+    def passed(self, steps: int = 1) -> None:
+        """Steps are over, at most 64, whether there were drafts or not."""
+        before, self._clock = self._clock, self._clock + steps
+        if before // 64 != self._clock // 64:
             fade = _COMMON_FADE**64
             self.tries = [count * fade for count in self.tries]
             self.hits = [count * fade for count in self.hits]

@@ -220,14 +220,14 @@ class Controller:
             accepted = sum(outcome.accepted for outcome in outcomes)
             probes.found(accepted, accepted / self.rate)
 
-    def passed(self, seconds: float) -> None:
-        """A step is over."""
+    def passed(self, seconds: float, steps: int = 1) -> None:
+        """So many steps are over, which took so long together."""
         networks = sum(self.costs.with_model)
         for scheme, probes, network in zip(
             self.schemes, self.probes, self.costs.with_model, strict=True
         ):
-            scheme.passed()
-            probes.earn(seconds / networks if network else seconds)
+            scheme.passed(steps)
+            probes.earn(seconds / networks if network else seconds, steps)
 
     # ---- kept between runs
 
@@ -260,11 +260,10 @@ class Probes:
         self.price = 0.0
         """What the last one that could not be paid would have cost, or nearly."""
 
-    def earn(self, seconds: float) -> None:
-        """A step took so long."""
-        self.credit = min(
-            self.credit + PROBES * max(1 / 3, (2 / 3) ** self.in_vain) * seconds, 8 * seconds
-        )
+    def earn(self, seconds: float, steps: int = 1) -> None:
+        """Steps took so long."""
+        part = PROBES * max(1 / 3, (2 / 3) ** self.in_vain)
+        self.credit = min(self.credit + part * seconds, 8 * seconds / steps)
 
     def found(self, accepted: int, seconds: float) -> None:
         """What a probe found pays for more of them; a new scheme that promises something is looked

@@ -309,3 +309,23 @@ class Drafter:
             head: a `models.trainable` head of this scheme.
         """
         raise NotImplementedError
+
+
+def merge_needs(drafters: SequenceOf[Drafter]) -> Needs:
+    """What several schemes together want from the engine.
+
+    Raises:
+        ValueError: two of them keep KV of their own.
+    """
+    with_kv = [drafter for drafter in drafters if drafter.needs.kv]
+    if len(with_kv) > 1:
+        names = " and ".join(drafter.config.method for drafter in with_kv)
+        raise ValueError(f"{names} both keep KV of their own: load one of them")
+    kv: KVGroup | None = with_kv[0].needs.kv if with_kv else None
+    layers = {layer: None for drafter in drafters for layer in drafter.needs.features}
+    return Needs(
+        features=tuple(layers),
+        kv=kv,
+        lookahead=max(drafter.needs.lookahead for drafter in drafters),
+        prediction=any(drafter.needs.prediction for drafter in drafters),
+    )

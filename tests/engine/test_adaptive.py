@@ -291,7 +291,7 @@ def test_nobody_is_asked_while_nothing_pays():
     llm.engine.scheduler.seat = lambda sequence: seats.append(1) or inner(sequence)
     for probes in llm.engine.drafting.controller.probes:
         probes.free = probes.trials = 0
-        probes.earn = lambda seconds: None
+        probes.earn = lambda seconds, steps: None
         probes.price = 1.0
     want = tiny.ids(tiny.llm().generate(PROMPTS[:1], tiny.greedy(max_tokens=200)))
     assert tiny.ids(llm.generate(PROMPTS[:1], tiny.greedy(max_tokens=200))) == want
