@@ -11,7 +11,6 @@ nothing is ever rolled back.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 
 import torch
@@ -24,10 +23,8 @@ from foretell.models.tokenizer import check_same_vocabulary
 from foretell.sequence import Sequence
 from foretell.spec.draft_vocab import DraftVocab
 from foretell.spec.drafter import Ask, Commit, Drafter, DraftRuntime, Needs, Rows, run_rows
-from foretell.spec.grow import coupled, grow_chain, sampled
 from foretell.spec.grow_tree import Frontier, frontier_rows, grow_tree
-from foretell.spec.tree import TokenTree
-from foretell.spec.tree import roots as only_roots
+from foretell.spec.tree import TokenTree, roots
 from foretell.spec.tree_shape import TreeOptions
 
 
@@ -120,44 +117,19 @@ class DraftModel(Drafter):
         budgets = [0] * len(slots)
         for b, (slot, sequence) in enumerate(zip(slots, ask.sequences, strict=True)):
             if slot and slot.ready and slot.sequence is sequence and slot.filled == lengths[b]:
-                budgets[b] = max(0, min(ask.lengths[b], self.limit - slot.filled))
-        if not any(budgets):
-            return only_roots(ask.roots)
-
-        for slot in slots:
-            if slot:
+                budgets[b] = max(0, min(ask.budgets[b], self.limit - slot.filled))
                 slot.scratch = []
+        if not any(budgets):
+            return roots(ask.roots)
         first = self._carry[[max(sequence.slot, 0) for sequence in ask.sequences]]  # [B, V]
-        if not self.options.is_chain:
-            return self._tree(ask, budgets, first)
-
-        def step(active: list[int], tokens: list[int], depth: int) -> Tensor:
-            runs: list[tuple[_Slot, int, list[int]]] = []
-            for b, token in zip(active, tokens, strict=True):
-                slot = slots[b]
-                assert slot is not None
-                slot.scratch.append(token)
-                runs.append((slot, slot.filled + depth - 1, [token]))
-            return self._run(runs, [True] * len(runs))
-
-        def coins(active: list[int], depth: int) -> list[float]:
-            return [_coin(ask.sequences[b].seed, lengths[b], depth) for b in active]
-
-        params = [sequence.params for sequence in ask.sequences]
-        seeds = [sequence.seed for sequence in ask.sequences]
-        last = [length - 1 for length in lengths]
-        if ask.sample:
-            pick = sampled(params, coins)
-        else:
-            pick = coupled(params, seeds, last, self.runtime.sampler_noise)
-        return grow_chain(ask.roots, first, budgets, step, pick, self.runtime.vocab_size)
-
-    def _tree(self, ask: Ask, budgets: list[int], first: Tensor) -> TokenTree:
-        slots = [sequence.slot for sequence in ask.sequences]
-        roots = [len(sequence.tokens) - 1 for sequence in ask.sequences]
+        places, last = [s.slot for s in ask.sequences], [length - 1 for length in lengths]
 
         def step(frontier: Frontier) -> Tensor:
-            return self._forward(frontier_rows(slots, roots, frontier))
+            if self.options.is_chain:
+                for b, token in zip(frontier.sequences, frontier.tokens, strict=True):
+                    if slot := slots[b]:
+                        slot.scratch.append(token)
+            return self._forward(frontier_rows(places, last, frontier))
 
         vocab = DraftVocab(self.runtime.vocab_size)
         noise = self.runtime.sampler_noise
@@ -208,10 +180,3 @@ class DraftModel(Drafter):
         vocab = self.draft.config.vocab_size
         rows.tokens[:] = [token if token < vocab else 0 for token in rows.tokens]
         return self.runtime.forward(self.draft.model, rows)[:, : self.vocab_size]
-
-
-def _coin(seed: int, length: int, depth: int) -> float:
-    """Uniform in [0, 1), new for every round: block verification looks at whole drafts, so a coin
-    used again at the same position would be tied to what was accepted."""
-    digest = hashlib.blake2b(f"draft {seed} {length} {depth}".encode(), digest_size=8).digest()
-    return (int.from_bytes(digest) >> 11) * 2.0**-53

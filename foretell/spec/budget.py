@@ -222,6 +222,7 @@ class Controller:
 
     def passed(self, seconds: float, steps: int = 1) -> None:
         """So many steps are over, which took so long together."""
+        seconds /= self.costs.pace  # as prices are
         networks = sum(self.costs.with_model)
         for scheme, probes, network in zip(
             self.schemes, self.probes, self.costs.with_model, strict=True

@@ -16,6 +16,7 @@ from tempfile import mkdtemp
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -38,8 +39,6 @@ from foretell.engine.engine import Engine
 from foretell.models.grammar import Grammar
 from foretell.runtime import sampling
 from foretell.runtime.runner import Runtime
-from foretell.spec.grow import Picked
-from foretell.spec.shape import filtered, law
 from foretell.spec.verify import Outcome
 from tests import heads, tiny
 
@@ -248,15 +247,15 @@ def stale_draft_kv(patch):
 def softmax_as_q(patch):
     """The draft takes its likeliest token and says it was drawn from its softmax."""
 
-    def wrong(params, coins):
-        def pick(logits, sequences, depth):
-            wanted = [params[b] for b in sequences]
-            q = law(filtered(logits, wanted), wanted)
-            return Picked(q.argmax(-1).tolist(), q)
+    grow = draft_module.grow_tree
 
-        return pick
+    def wrong(ask, budgets, first, step, shape, noise, vocab):
+        silent = noise
+        if ask.sample:
+            silent = lambda seeds, positions: torch.zeros(len(seeds), vocab.size)  # noqa: E731
+        return grow(ask, budgets, first, step, shape, silent, vocab)
 
-    patch.setattr(draft_module, "sampled", wrong)
+    patch.setattr(draft_module, "grow_tree", wrong)
 
 
 def penalties_ignored(patch):

@@ -127,6 +127,18 @@ def test_probes_get_rarer_while_they_are_in_vain():
     assert 0 < late < 6 * early
 
 
+def test_a_machine_that_is_slower_than_it_was_gives_no_credit():
+    """What is paid and what it is paid from are counted alike."""
+    tries = []
+    for pace in (1.0, 10.0):
+        world = World([Draft(lambda slot, step: 0.0, level=1e-3)], lambda step: 1, noise=0.0)
+        adaptive = controller(world)
+        world.pace = pace
+        world.run(3000, adaptive)
+        tries.append(sum(bool(grants[0].nodes) for grants in world.history[1000:]))
+    assert 0 < tries[1] < 6 * tries[0], "twelve times as many, were they paid in other seconds"
+
+
 def test_nobody_is_left_out_for_good():
     """All are alike: all get drafts, whatever the rows."""
     world = World([good()], lambda step: 8)

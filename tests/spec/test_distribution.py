@@ -16,7 +16,7 @@ from scipy.stats import chi2
 
 from foretell.config import Verification
 from foretell.sequence import SamplingParams
-from foretell.spec.tree_shape import DynamicShape, FixedShape, TreeShape
+from foretell.spec.tree_shape import DynamicShape, FixedShape, TreeShape, chain
 from tests.spec.toy import (
     CHAIN,
     LENGTH,
@@ -51,6 +51,7 @@ SETTINGS = {
         bad_token_ids=(5,),
     ),
 }
+LINE = chain(2)
 BUSHY = FixedShape([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1]])
 DYNAMIC = DynamicShape(depth=3, topk=3, num_nodes=7)
 RULES: list[tuple[Verification, str, tuple[int, ...] | TreeShape]] = [
@@ -64,10 +65,13 @@ RULES: list[tuple[Verification, str, tuple[int, ...] | TreeShape]] = [
     ("rejection", "sampled", TREE),
     ("block", "sampled", CHAIN),
     ("block", "sampled", TREE),
+    ("coupled", "grown", LINE),
     ("coupled", "grown", BUSHY),
     ("coupled", "grown", DYNAMIC),
+    ("rejection", "sampled", LINE),
     ("rejection", "sampled", BUSHY),
     ("rejection", "sampled", DYNAMIC),
+    ("block", "sampled", LINE),
     ("block", "sampled", DYNAMIC),
 ]
 LOSSY: list[tuple[Verification, tuple[int, ...]]] = [
@@ -145,7 +149,7 @@ def test_the_test_sees_a_wrong_target(wrong: str):
     assert p_value(seen, text_law(SETTINGS[wrong])) < ALPHA / FAMILY
 
 
-@pytest.mark.parametrize("parents", [CHAIN, TREE, BUSHY, DYNAMIC])
+@pytest.mark.parametrize("parents", [CHAIN, TREE, LINE, BUSHY, DYNAMIC])
 @pytest.mark.parametrize("kind", ["argmax", "coupled"])
 def test_coupled_gives_the_plain_text_of_each_seed(kind: str, parents: tuple[int, ...] | TreeShape):
     """Not only the distribution: the very texts."""

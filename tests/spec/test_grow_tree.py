@@ -51,12 +51,13 @@ class Draft:
         self.run: list[dict[int, int]] = [{} for _ in roots]  # bit: token
         self.frontiers: list[Frontier] = []
         self.broken: set[Prefix] = set()
+        self.bad = torch.nan
 
     def rows(self, prefixes: list[Prefix]) -> Tensor:
         out = torch.stack([said(prefix, self.vocab) for prefix in prefixes])
         for row, prefix in enumerate(prefixes):
             if prefix in self.broken:
-                out[row, 3] = torch.nan
+                out[row, 3] = self.bad
         return out
 
     @property
@@ -226,22 +227,22 @@ def test_a_sure_draft_is_not_run_on_nodes_that_cannot_be_kept():
     assert calls == [4], "equals: the shallow ones stay, so one look below is enough"
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("shape", SHAPES[:4])
-def test_a_broken_row_has_no_children(shape: TreeShape, sample: bool):
+def test_a_broken_row_has_no_children(shape: TreeShape, sample: bool, bad: float):
     sound = grow([1, 2], [30, 30], shape, GREEDY, sample)
     first = int(sound.tokens[0, 1])
     draft = Draft([1, 2])
-    draft.broken = {(1, first)}
+    draft.bad, draft.broken = bad, {(1, first)}
     tree = grow([1, 2], [30, 30], shape, GREEDY, sample, draft)
     tree.check(VOCAB)
     tokens, parents = tree.lists[0]
     assert first in tokens[1:]
     assert parents.count(tokens.index(first, 1)) == 0
     assert same(tree, 1, sound, 1)
-    draft.broken = {(1,)}
     draft = Draft([1, 2])
-    draft.broken = {(1,)}
+    draft.bad, draft.broken = bad, {(1,)}
     assert grow([1, 2], [5, 5], shape, GREEDY, sample, draft).num_drafted[0] == 0
 
 

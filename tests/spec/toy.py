@@ -19,7 +19,6 @@ from foretell.runtime.sampling import History, Shape, ShapeRow, draw, law, shape
 from foretell.sequence import SamplingParams, Sequence
 from foretell.spec.draft_vocab import DraftVocab
 from foretell.spec.drafter import Ask
-from foretell.spec.grow import Pick, argmax, coupled, grow_chain, sampled
 from foretell.spec.grow_tree import Frontier, grow_tree
 from foretell.spec.noise import gumbel, uniform
 from foretell.spec.shape import filtered
@@ -193,8 +192,6 @@ def make_drafts(
     bases: list[Text],
     roots: list[int],
 ) -> TokenTree:
-    if parents == CHAIN:
-        return _chains(kind, shaped, seeds, bases, roots)
     rng = np.random.default_rng([5, len(seeds), sum(roots)])
     rows: list[list[int]] = []
     probs = torch.zeros(len(bases), len(parents), VOCAB)
@@ -253,28 +250,3 @@ def grown_drafts(
         lambda s, t: gumbel(s, t, VOCAB, CPU),
         DraftVocab(VOCAB),
     )
-
-
-def _chains(
-    kind: str, shaped: Shaped, seeds: list[int], bases: list[Text], roots: list[int]
-) -> TokenTree:
-    every = [shaped.params] * len(bases)
-    grown = list(bases)
-
-    def step(sequences: list[int], tokens: list[int], depth: int) -> Tensor:
-        for b, token in zip(sequences, tokens, strict=True):
-            grown[b] = (*grown[b], token)
-        return shaped.raw_drafts[shaped.at([grown[b] for b in sequences])]
-
-    picks: dict[str, Callable[[], Pick]] = {
-        "argmax": lambda: argmax,
-        "coupled": lambda: coupled(every, seeds, roots, lambda s, t: gumbel(s, t, VOCAB, CPU)),
-        "sampled": lambda: sampled(
-            every,
-            lambda rows, depth: uniform(
-                [seeds[b] for b in rows], [roots[b] for b in rows], 1 + depth, 1
-            )[:, 0].tolist(),
-        ),
-    }
-    first = shaped.raw_drafts[shaped.at(bases)]
-    return grow_chain([0] * len(bases), first, [2] * len(bases), step, picks[kind]())

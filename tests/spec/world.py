@@ -42,7 +42,8 @@ class World:
     noise: float = 0.1
     seed: int = 0
     keys: int = 200
-    ideal: bool = False
+    pace: float = 1.0
+    """How much longer everything takes than when it was calibrated."""
     seconds: float = 0.0
     tokens: int = 0
     history: list[list[Grant]] = field(default_factory=list[list[Grant]])
@@ -94,7 +95,7 @@ class World:
 
     def _step(self, step, grants, behind, policy, rng):
         learns = isinstance(policy, Controller)
-        jitter = lambda: math.exp(rng.gauss(0, self.noise))  # noqa: E731
+        jitter = lambda: self.pace * math.exp(rng.gauss(0, self.noise))  # noqa: E731
         whole, total = 0.0, len(grants)
         outcomes: list[list[Outcome]] = [[] for _ in self.drafts]
         gained, drafted = [1] * len(grants), [False] * len(grants)
