@@ -40,14 +40,16 @@ def disturbed(llm: LLM, sequences: list[Sequence], seed: int = 0) -> Iterator[in
             llm.engine.scheduler._preempt(running[-1])
 
 
-def rebuilt(clean: Clean, sequence: Sequence, budget: int) -> tuple[Tensor, list[int]]:
+def rebuilt(
+    clean: Clean, sequence: Sequence, budget: int, depth: int
+) -> tuple[Tensor, list[int]]:
     """Draft KV and proposal after a clean prefill of the same text."""
     copy, engine = clean.prefill(sequence.tokens[:-1]), clean.llm.engine
     assert copy.tokens == sequence.tokens
     assert engine.cache.reserve(copy, len(copy.tokens) + budget + 1)
     engine.runtime.set_pages(copy.slot, copy.pages)
     kv = cells(clean.llm, "draft", copy.pages, len(copy.tokens))
-    return kv, engine.drafter.propose(Ask([copy], [budget])).tokens[0].tolist()
+    return kv, engine.drafter.propose(Ask([copy], [budget], depths=[depth])).lists[0][0]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,8 @@ def test_K1_K2_draft_state_is_that_of_a_clean_rebuild(scheme, answers):
             cells(llm, "draft", sequence.pages, len(sequence.tokens)) for sequence in ask.sequences
         ]
         tree = propose(ask)
-        for b, (sequence, budget) in enumerate(zip(ask.sequences, ask.lengths, strict=True)):
+        asked = zip(ask.sequences, ask.budgets, ask.depths, strict=True)
+        for b, (sequence, budget, depth) in enumerate(asked):
             slot = drafter._slots.get(sequence.slot)
             if slot is None:  # its first pass: a prefix hit left one token
                 assert sequence.num_computed % 4 == 0
@@ -74,10 +77,10 @@ def test_K1_K2_draft_state_is_that_of_a_clean_rebuild(scheme, answers):
             assert slot.sequence is sequence
             assert slot.ready
             assert slot.filled == len(sequence.tokens)
-            kv, proposal = rebuilt(clean, sequence, budget)
+            kv, proposal = rebuilt(clean, sequence, budget, depth)
             rounds[0] += 1
             rounds[1] += not torch.equal(before[b], kv)
-            rounds[1] += tree.tokens[b, : int(tree.sizes[b])].tolist() != proposal
+            rounds[1] += tree.lists[b][0] != proposal
         return tree
 
     drafter.propose = compare
