@@ -25,7 +25,8 @@ log = logging.getLogger("foretell.server")
 LONGEST_STEP = 10.0
 """Seconds that the end waits for the step in progress."""
 REST = 1.0
-"""Seconds without work after which memory that nobody uses goes back to the system."""
+"""Seconds without work after which memory that nobody uses goes back to the system, and what was
+learnt of drafts is kept."""
 
 
 class Flight:

@@ -40,9 +40,7 @@ def disturbed(llm: LLM, sequences: list[Sequence], seed: int = 0) -> Iterator[in
             llm.engine.scheduler._preempt(running[-1])
 
 
-def rebuilt(
-    clean: Clean, sequence: Sequence, budget: int, depth: int
-) -> tuple[Tensor, list[int]]:
+def rebuilt(clean: Clean, sequence: Sequence, budget: int, depth: int) -> tuple[Tensor, list[int]]:
     """Draft KV and proposal after a clean prefill of the same text."""
     copy, engine = clean.prefill(sequence.tokens[:-1]), clean.llm.engine
     assert copy.tokens == sequence.tokens

@@ -121,6 +121,18 @@ def test_every_field_has_a_doc():
         assert names == {name for name, doc in field_docs(config).items() if doc}
 
 
+def test_what_was_learnt_of_drafts_is_kept_for_the_next_command(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("foretell.engine.kept.home", lambda: tmp_path)
+    lookup = "--speculation=prompt-lookup:k=4"
+    _, before, _ = run("generate", "--raw", "abcabc", "--json", *GREEDY, lookup)
+    [path] = (tmp_path / "acceptance").iterdir()
+    asked = json.loads(path.read_text())[0]["asked"]
+    assert asked > 0
+    _, after, _ = run("generate", "--raw", "abcabc", "--json", *GREEDY, lookup)
+    assert json.loads(after)["token_ids"] == json.loads(before)["token_ids"]
+    assert json.loads(path.read_text())[0]["asked"] > asked
+
+
 def test_flags_reach_the_sampling(run):
     ids = "--json"
     _, out, _ = run("generate", "--raw", "abcabc", ids, *GREEDY, "--max-tokens=5", "--logprobs=2")

@@ -17,7 +17,7 @@ from foretell.engine.detokenize import Detokenizer
 from foretell.models.grammar import Grammars
 from foretell.runtime.ranks import RankError
 from foretell.sequence import SamplingParams
-from foretell.server import guard, run
+from foretell.server import bridge, guard, run
 from foretell.server.guard import JsonLines
 from tests.server import rig
 from tests.server.test_errors import check
@@ -386,6 +386,22 @@ def test_answers_in_progress_are_finished_before_the_end():
         assert not server.thread.is_alive()
         with pytest.raises(httpx.ConnectError):
             httpx.get(server.url + "/health")
+
+
+@pytest.mark.parametrize("rest", [0.01, 1e6])
+def test_what_was_learnt_of_drafts_outlasts_the_server(rest, tmp_path, monkeypatch):
+    """Kept whenever it rests, as it may be killed; and in the end."""
+    monkeypatch.setattr("foretell.engine.kept.home", lambda: tmp_path)
+    monkeypatch.setattr(bridge, "REST", rest)
+    kept = tmp_path / "acceptance"
+    with rig.running(engine=rig.llm(rig.LOOKUP + ",adaptive=true")) as server:
+        server.complete(prompt="the thing in the thing in the", max_tokens=30)
+        if rest < 1:
+            until(lambda: kept.exists() and list(kept.glob("*.json")))
+        else:
+            assert not kept.exists()
+    [path] = kept.glob("*.json")
+    assert json.loads(path.read_text())[0]["asked"] > 0
 
 
 def test_the_end_does_not_wait_for_ever():
