@@ -131,12 +131,10 @@ def calibrate(engine: Engine, target: LoadedModel) -> None:
 
 
 def remember(engine: Engine) -> None:
-    """Keeps what was learnt of costs and acceptance: the next start goes on from there."""
+    """Keeps what was learnt of acceptance: the next start goes on from there."""
     drafting = engine.drafting
     if drafting and drafting.controller and drafting.kept:
         drafting.kept.save("acceptance", drafting.controller.state())
-        if "costs" in drafting.kept.kinds:  # else not all of them are known
-            drafting.kept.save("costs", drafting.controller.costs.state())
 
 
 def processor() -> str:

@@ -20,15 +20,12 @@ class Kept:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.kinds: set[str] = set()
-        """What there is."""
 
     def load(self, kind: str, restore: Callable[[Any], None]) -> bool:
         """Hands over what was kept of a kind. False if there is nothing, or it is damaged."""
         damaged = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
         with contextlib.suppress(OSError, *damaged):
             restore(json.loads((home() / kind / f"{self.name}.json").read_text()))
-            self.kinds.add(kind)
             return True
         return False
 
@@ -44,6 +41,5 @@ class Kept:
                     file.flush()
                     os.fsync(file.fileno())
                 part.replace(path)
-                self.kinds.add(kind)
-            finally:
+                finally:
                 part.unlink(missing_ok=True)

@@ -22,8 +22,8 @@ _STEADY = 1 / 48
 _STEADY_ROWS = 1 / 192
 """The same for the cost of so many rows: how rows compare hardly changes, and what drafts cost is a
 small difference between two of them. The pace takes what does change."""
-_TRUST = 16
-"""Measurements that a calibration is worth."""
+_TRUST = 96
+"""Measurements that a calibration in peace and quiet is worth."""
 _PACE = 1 / 12
 _SLOPE = 0.03
 """What a further row is thought to cost before any was measured, in passes of one."""
@@ -114,52 +114,36 @@ class Costs:
         """
         if rows < 1 or seconds <= 0:
             return
-        counts = (keys, more_keys)
+        i, share = _between(rows)
+        base, counts = self.base(rows), (keys, more_keys)
         attention = self.keys(counts)
-        part = self._learn_rows(rows, attention, seconds, _PACE)
+        seen = self.seen[i] if share < 0.5 else self.seen[i + 1]
+        surprise = _surprise(seconds / self.pace, base + attention, seen)
+        rate = max(_STEADY_ROWS, 1 / (seen + 1))
+        self.pace *= math.exp((1 - rate) * _PACE * surprise)
+        part = base / (base + attention)
+        for at, weight in ((i, 1 - share), (i + 1, share)):
+            if weight > 0.05:
+                factor = math.exp(rate * surprise * part * min(1.0, 2 * weight))
+                self.rows[at] *= factor
+                self.seen[at] += 1
+                if self.seen[at] == 1:
+                    self._fill()
         if keys and part < 0.9:
             self.keys.learn(counts, max(seconds / self.pace - self.base(rows), 0.1 * attention))
+        self._ascend(i + (share >= 0.5))
 
     def learn_beside(
         self, scheme: int, rows: int, keys: int, more_keys: int, seconds: float
     ) -> None:
         """As `learn_target`, for a step in which a network drafts or has just done so: such steps
         do not show what plain ones cost."""
-        attention = self.keys((keys, more_keys))
-        expected = self.base(rows) + attention
+        expected = self.base(rows) + self.keys((keys, more_keys))
         # Both ways alike, or a noisy machine would seem to be a dear scheme.
         more = min(max(seconds / self.pace - expected, -0.5 * expected), 0.5 * expected)
         rate = max(_STEADY_ROWS, 1 / (self._seen_beside[scheme] + 1))
         self._beside[scheme] += rate * (more - self._beside[scheme])
         self._seen_beside[scheme] += 1
-        if more_keys:  # how the rows of drafts compare is seen nowhere else
-            self._learn_rows(rows, attention + self.beside[scheme], seconds, 0.0)
-
-    def _learn_rows(self, rows: int, other: float, seconds: float, pace: float) -> float:
-        """Lets a step correct what so many rows cost.
-
-        Args:
-            other: what it was expected to take besides.
-            pace: how far its surprise is the machine's.
-
-        Returns:
-            What part of it rows were expected to be.
-        """
-        i, share = _between(rows)
-        base = self.base(rows)
-        seen = self.seen[i] if share < 0.5 else self.seen[i + 1]
-        surprise = _surprise(seconds / self.pace, base + other, seen)
-        rate = max(_STEADY_ROWS, 1 / (seen + 1))
-        self.pace *= math.exp((1 - rate) * pace * surprise)
-        part = base / (base + other)
-        for at, weight in ((i, 1 - share), (i + 1, share)):
-            if weight > 0.05:
-                self.rows[at] *= math.exp(rate * surprise * part * min(1.0, 2 * weight))
-                self.seen[at] += 1
-                if self.seen[at] == 1:
-                    self._fill()
-        self._ascend(i + (share >= 0.5))
-        return part
 
     def _ascend(self, fixed: int) -> None:
         """More rows never cost less: what was measured last is believed."""

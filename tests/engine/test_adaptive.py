@@ -231,9 +231,6 @@ def test_what_was_learnt_of_drafts_outlasts_a_restart(tmp_path):
     scheme = "tests.fakes:Hostile,k=4,adaptive=true"
     with tiny.llm(scheme) as llm:
         want = tiny.ids(llm.generate(PROMPTS, tiny.greedy()))
-    rows = llm.engine.drafting.controller.costs.state()["rows"]
-    (path,) = (tmp_path / "costs").iterdir()
-    assert json.loads(path.read_text())["rows"] == pytest.approx(rows)
     (path,) = (tmp_path / "acceptance").iterdir()
     asked = json.loads(path.read_text())[0]["asked"]
     assert asked > 4

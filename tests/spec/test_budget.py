@@ -436,26 +436,6 @@ def test_who_comes_to_a_slot_is_looked_at():
     assert not policy.silent([0])
 
 
-def test_rows_of_drafts_are_learnt_where_a_network_drafts():
-    """Where it drafts in each step no other shows them: a wrong calibration must not last."""
-    costs, rng = Costs([True]), random.Random(2)
-    for _ in range(4):
-        for rows in (1, 2, 3, 4, 8):
-            wrong = 1.5 if rows == 4 else 1.0
-            costs.learn_target(rows, 0, 0, 0.01 * (1 + 0.05 * (rows - 1)) * wrong)
-    costs.restore(costs.state())
-    plain = costs.base(1)
-    assert costs.base(4) > 1.4 * plain
-    for step in range(240):  # mostly one token, now and then three
-        rows = 2 if step % 4 else 4
-        took = 0.01 * (1 + 0.05 * (rows - 1)) + 0.0005
-        costs.learn_beside(0, rows, 200, 200 * (rows - 1), took * math.exp(rng.gauss(0, 0.05)))
-    for rows in (2, 4):
-        found = costs.base(rows) + costs.beside[0]
-        assert found == pytest.approx(0.01 * (1 + 0.05 * (rows - 1)) + 0.0005, rel=0.05)
-    assert costs.base(1) == pytest.approx(plain, rel=0.02)
-
-
 def test_a_noisy_machine_is_no_cost_of_a_scheme():
     costs, rng = Costs([True]), random.Random(0)
     for _ in range(400):
