@@ -41,5 +41,5 @@ class Kept:
                     file.flush()
                     os.fsync(file.fileno())
                 part.replace(path)
-                finally:
+            finally:
                 part.unlink(missing_ok=True)
