@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-import foretell
 from foretell.attention.pool import num_threads
 from foretell.engine.drafting import Drafting
 from foretell.engine.engine import Engine
@@ -29,6 +28,7 @@ from foretell.engine.kept import Kept
 from foretell.engine.metrics import Metrics
 from foretell.engine.scheduler import Item
 from foretell.models.loader import LoadedModel
+from foretell.runtime.identity import code
 from foretell.sequence import SamplingParams, Sequence
 from foretell.spec.costs import KNOTS, Costs
 from foretell.spec.seats import Grant, Seat
@@ -150,7 +150,7 @@ def _name(engine: Engine, target: LoadedModel) -> str:
     assert engine.drafting
     schemes = [drafter.config for drafter in engine.drafting.drafters]
     facts = (
-        *(foretell.__version__, str(target.path), target.weights, engine.config.tensor_parallel),
+        *(code(), str(target.path), target.weights, engine.config.tensor_parallel),
         *(num_threads(), processor()),
     )
     return hashlib.sha256(repr((facts, schemes, engine.rule)).encode()).hexdigest()[:24]

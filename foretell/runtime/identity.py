@@ -25,12 +25,17 @@ _REMEDIES = {
 }
 
 
-def identity(config: EngineConfig) -> dict[str, str]:
-    """This rank's own."""
-    code = hashlib.sha256(foretell.__version__.encode())
+def code() -> str:
+    """A digest of this package's modules."""
+    digest = hashlib.sha256(foretell.__version__.encode())
     package = Path(foretell.__file__).parent
     for file in sorted(package.rglob("*.py")):
-        code.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes())
+        digest.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
+def identity(config: EngineConfig) -> dict[str, str]:
+    """This rank's own."""
     names = (
         *("weights", "tensor_parallel", "max_num_seqs", "max_model_len", "page_size"),
         *("speculation", "halves"),
@@ -38,7 +43,7 @@ def identity(config: EngineConfig) -> dict[str, str]:
     path = resolve(config.model)
     source, model = open_source(path)
     return {
-        "code": code.hexdigest(),
+        "code": code(),
         "torch": torch.__version__,
         "model": _digest(source.files),
         "head": _digest(spread_files(config.speculation, path, model.sizes)),

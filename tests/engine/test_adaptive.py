@@ -249,6 +249,14 @@ def test_what_cannot_be_kept_is_learnt_again(tmp_path):
         assert llm.generate(PROMPTS[:1], tiny.greedy())[0].token_ids
 
 
+def test_costs_of_other_kernels_are_not_believed(tmp_path, monkeypatch):
+    scheme = "prompt-lookup:k=4,adaptive=true"
+    for digest in ("one", "one", "another"):
+        monkeypatch.setattr(calibrate, "code", lambda digest=digest: digest)
+        tiny.llm(scheme)
+    assert len(list((tmp_path / "costs").iterdir())) == 2
+
+
 def test_costs_seen_less_than_never_count_as_not_seen(tmp_path):
     scheme = "prompt-lookup:k=4,adaptive=true"
     tiny.llm(scheme)
