@@ -2,13 +2,13 @@
 
 The engine steps a few answers of no meaning with budgets given beforehand, and its controller
 learns from their times as it does from all others. What it learnt is kept (`foretell.engine.kept`)
-for each model, weight format, scheme, number of threads and processor.
+for each model, weight format, scheme, number of threads, processor and state of the code; what
+drafts are worth for each of the first three.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import platform
 import random
 import time
@@ -28,7 +28,7 @@ from foretell.engine.kept import Kept
 from foretell.engine.metrics import Metrics
 from foretell.engine.scheduler import Item
 from foretell.models.loader import LoadedModel
-from foretell.runtime.identity import code
+from foretell.runtime.identity import code_digest
 from foretell.sequence import SamplingParams, Sequence
 from foretell.spec.costs import KNOTS, Costs
 from foretell.spec.seats import Grant, Seat
@@ -112,29 +112,31 @@ def calibrate(engine: Engine, target: LoadedModel) -> None:
     was learnt of acceptance before.
 
     Args:
-        target: whose path and format name what is kept.
+        target: whose path and format name the files.
     """
     drafting = engine.drafting
     if drafting is None or drafting.controller is None:
         return
-    kept, costs = Kept(_name(engine, target)), drafting.controller.costs
-    if not kept.load("costs", costs.restore):
+    schemes = [drafter.config for drafter in drafting.drafters]
+    what = (str(target.path), target.weights, engine.config.tensor_parallel, schemes, engine.rule)
+    kept, costs = Kept("costs", what, _machine()), drafting.controller.costs
+    if not kept.load(costs.restore):
         with torch.inference_mode():
             whole = _measure(engine, drafting, costs)
         costs.restore(costs.state())  # known as well as they will be after the next start
         drafting.use(costs)  # what it learnt of acceptance means nothing
         engine.scheduler.budget = drafting.budget
         if whole:
-            kept.save("costs", costs.state())
-    kept.load("acceptance", drafting.controller.restore)
-    drafting.kept = kept
+            kept.save(costs.state())
+    drafting.kept = Kept("acceptance", what)
+    drafting.kept.load(drafting.controller.restore)
 
 
 def remember(engine: Engine) -> None:
     """Keeps what was learnt of acceptance: the next start goes on from there."""
     drafting = engine.drafting
     if drafting and drafting.controller and drafting.kept:
-        drafting.kept.save("acceptance", drafting.controller.state())
+        drafting.kept.save(drafting.controller.state())
 
 
 def processor() -> str:
@@ -146,14 +148,9 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _name(engine: Engine, target: LoadedModel) -> str:
-    assert engine.drafting
-    schemes = [drafter.config for drafter in engine.drafting.drafters]
-    facts = (
-        *(code(), str(target.path), target.weights, engine.config.tensor_parallel),
-        *(num_threads(), processor()),
-    )
-    return hashlib.sha256(repr((facts, schemes, engine.rule)).encode()).hexdigest()[:24]
+def _machine() -> tuple[str, int, str]:
+    """What costs depend on besides: kernels, threads, processor."""
+    return code_digest(), num_threads(), processor()
 
 
 def _measure(engine: Engine, drafting: Drafting, costs: Costs) -> bool:

@@ -3,43 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
-import os
 from collections.abc import Callable
 from typing import Any
 
 from foretell.config import home
+from foretell.files import write_whole
 
 
 class Kept:
-    """Files of one model with one choice of schemes.
+    """One file.
 
     Args:
-        name: of both.
+        kind: of what is learnt, the directory.
+        facts: what it holds for, whose ``repr`` names the file.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, kind: str, *facts: Any) -> None:
+        name = hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
+        self.path = home() / kind / f"{name}.json"
 
-    def load(self, kind: str, restore: Callable[[Any], None]) -> bool:
-        """Hands over what was kept of a kind. False if there is nothing, or it is damaged."""
+    def load(self, restore: Callable[[Any], None]) -> bool:
+        """Hands over what was kept. False if there is nothing, or it is damaged."""
         damaged = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
         with contextlib.suppress(OSError, *damaged):
-            restore(json.loads((home() / kind / f"{self.name}.json").read_text()))
+            restore(json.loads(self.path.read_text()))
             return True
         return False
 
-    def save(self, kind: str, state: Any) -> None:
+    def save(self, state: Any) -> None:
         """Keeps it, whole or not at all: where that cannot be, it is learnt again."""
-        path = home() / kind / f"{self.name}.json"
-        part = path.with_name(f".{path.name}.{os.getpid()}")
         with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                with part.open("w") as file:
-                    json.dump(state, file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                part.replace(path)
-            finally:
-                part.unlink(missing_ok=True)
+            write_whole(self.path, json.dumps(state).encode())

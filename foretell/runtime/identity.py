@@ -25,8 +25,8 @@ _REMEDIES = {
 }
 
 
-def code() -> str:
-    """A digest of this package's modules."""
+def code_digest() -> str:
+    """Of this package's modules."""
     digest = hashlib.sha256(foretell.__version__.encode())
     package = Path(foretell.__file__).parent
     for file in sorted(package.rglob("*.py")):
@@ -43,7 +43,7 @@ def identity(config: EngineConfig) -> dict[str, str]:
     path = resolve(config.model)
     source, model = open_source(path)
     return {
-        "code": code(),
+        "code": code_digest(),
         "torch": torch.__version__,
         "model": _digest(source.files),
         "head": _digest(spread_files(config.speculation, path, model.sizes)),

@@ -12,7 +12,7 @@ from foretell.config import SpeculationConfig
 from foretell.drafters.draft_model import DraftModel
 from foretell.sequence import Sequence
 from foretell.spec.drafter import Ask
-from foretell.spec.tree import TokenTree, children, path_to
+from foretell.spec.tree import TokenTree, children, depths, path_to
 from tests.drafters.tiny import VOCAB, MemoryRuntime, advance, ask, commit, sequence
 
 TREES = {
@@ -73,6 +73,16 @@ def test_trees_and_kv_equal_a_clean_rebuild(name: str, temperature: float) -> No
             count = len(text.tokens)
             mine, theirs = drafter.runtime.kv[text.slot, :, :count], clean.runtime.kv[0, :, :count]
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+
+def test_a_limit_of_depth_is_none_of_nodes() -> None:
+    """A controller asks for so many nodes and, apart from that, for so many levels."""
+    drafter, text = build(**TREES["eagle2"]), sequence([3, 1, 4], 0)
+    commit(drafter, (text, 3))
+    for depth, nodes in ((4, 12), (2, 12), (1, 3)):
+        tree = drafter.propose(Ask([text], [12], depths=[depth]))
+        assert tree.num_drafted == [nodes]
+        assert max(depths(tree.lists[0][1])) == depth
 
 
 @pytest.mark.parametrize("name", TREES)

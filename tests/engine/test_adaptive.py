@@ -250,11 +250,27 @@ def test_what_cannot_be_kept_is_learnt_again(tmp_path):
 
 
 def test_costs_of_other_kernels_are_not_believed(tmp_path, monkeypatch):
+    """What drafts are worth is the same with them."""
     scheme = "prompt-lookup:k=4,adaptive=true"
     for digest in ("one", "one", "another"):
-        monkeypatch.setattr(calibrate, "code", lambda digest=digest: digest)
-        tiny.llm(scheme)
+        monkeypatch.setattr(calibrate, "code_digest", lambda digest=digest: digest)
+        tiny.llm(scheme).close()
     assert len(list((tmp_path / "costs").iterdir())) == 2
+    assert len(list((tmp_path / "acceptance").iterdir())) == 1
+
+
+def test_the_controller_is_told_of_all_steps_though_few_are_looked_at():
+    """Where nothing is drafted for long."""
+    llm = tiny.llm("tests.fakes:Hostile,k=4,adaptive=true", max_num_seqs=1)
+    llm.engine.scheduler.budget = Never()
+    controller, passed, learnt = llm.engine.drafting.controller, [], []
+    controller.passed = lambda seconds, steps: passed.append((seconds, steps))
+    controller.costs.learn_target = lambda *given: learnt.append(given)
+    llm.generate([PROMPTS[0]], tiny.greedy(max_tokens=100, ignore_eos=True))
+    steps = llm.engine.metrics.num_steps
+    assert steps - 5 <= sum(steps for _, steps in passed) <= steps
+    assert len(learnt) == len(passed) < 0.4 * steps
+    assert all(seconds > 0 for seconds, _ in passed)
 
 
 def test_costs_seen_less_than_never_count_as_not_seen(tmp_path):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretell.spec.acceptance import Acceptance, Outcome, ladder
-from foretell.spec.budget import Controller, FixedBudget
+from foretell.spec.budget import Controller, FixedBudget, Probes
 from foretell.spec.choice import Choice
 from foretell.spec.costs import Costs, Terms
 from foretell.spec.seats import Grant, Limit, Seat
@@ -352,6 +352,39 @@ def test_what_paid_before_a_restart_is_used_from_the_first_step():
     assert all(grant.nodes > 2 for grant in warm.history[0])
     cold = World([good()], lambda step: 4, seed=2)
     assert rate > cold.run(40, controller(cold))
+
+
+def test_what_was_learnt_before_a_restart_weighs_little():
+    record, again = Acceptance(4, 4), Acceptance(4, 4)
+    for _ in range(400):
+        record.learn([Outcome(0, 4, 4, 2)])
+        record.passed()
+    again.restore(json.loads(json.dumps(record.state())))
+    assert record.asked > 100
+    assert again.asked == pytest.approx(32)
+    assert max(again.tries) <= 32 + 1e-9
+    assert again.expected(9)[0] == pytest.approx(record.expected(9)[0], rel=0.2)
+
+
+def test_many_steps_at_once_are_as_many_single_ones():
+    one, four, single, group = Acceptance(4, 4), Acceptance(4, 4), Probes(), Probes()
+    for record in (one, four):
+        record.learn([Outcome(0, 4, 4, 2)])
+    for _ in range(3):
+        one.passed()
+        four.passed()
+    for _ in range(100):
+        for _ in range(4):
+            one.passed()
+            single.earn(0.01)
+        four.passed(4)
+        group.earn(0.04, 4)
+    assert four.tries == pytest.approx(one.tries)
+    assert four.tries[0] < 0.9
+    for _ in range(1000):
+        group.earn(0.04, 4)
+    assert group.credit == pytest.approx(8 * 0.01)
+    assert single.credit == pytest.approx(min(4.0 * 0.01, 8 * 0.01))
 
 
 @pytest.mark.parametrize(("before", "after"), [(useless, good), (good, useless)])
