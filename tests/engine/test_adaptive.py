@@ -14,6 +14,7 @@ from foretell.config import SpeculationConfig
 from foretell.engine import calibrate
 from foretell.engine.engine import Engine
 from foretell.engine.watch import MOST_FEATURES
+from foretell.spec.acceptance import Outcome
 from foretell.spec.budget import FixedBudget
 from foretell.spec.costs import KNOTS, Costs
 from foretell.spec.seats import Grant, limit
@@ -231,12 +232,13 @@ def test_what_was_learnt_of_drafts_outlasts_a_restart(tmp_path):
     scheme = "tests.fakes:Hostile,k=4,adaptive=true"
     with tiny.llm(scheme) as llm:
         want = tiny.ids(llm.generate(PROMPTS, tiny.greedy()))
+        for _ in range(60):  # how often it asks by itself is a matter of time
+            llm.engine.drafting.controller.learn(0, [Outcome(0, 4, 4, 0, 4)])
     (path,) = (tmp_path / "acceptance").iterdir()
-    asked = json.loads(path.read_text())[0]["asked"]
-    assert asked > 4
+    assert json.loads(path.read_text())[0]["asked"] > 40
     again = tiny.llm(scheme)
     (record,) = again.engine.drafting.controller.schemes
-    assert record.asked == pytest.approx(min(asked, 32))
+    assert record.asked == pytest.approx(32)
     assert again.engine.drafting.controller.probes[0].free == 0
     assert tiny.ids(again.generate(PROMPTS, tiny.greedy())) == want
     path.write_text('[{"tries": [1, 2')
