@@ -212,6 +212,8 @@ class EngineConfig:
     """Keep KV pages of ended requests and share them with requests that start alike."""
     threads: int | None = None
     """CPU threads; all cores if not given."""
+    device: str = "cpu"
+    """Where the model runs: cpu, or cuda, a GPU for each rank."""
     tensor_parallel: int = 1
     """Processes (ranks) that the target is spread over; its heads must divide by it."""
     rank_timeout: float = 30.0
@@ -236,6 +238,8 @@ class EngineConfig:
             raise ValueError(f"max_model_len={self.max_model_len}: must be at least 2")
         if self.threads is not None and not 1 <= self.threads <= MAX_THREADS:
             raise ValueError(f"threads={self.threads}: must be from 1 to {MAX_THREADS}")
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"device={self.device!r}: must be cpu or cuda")
         for name in ("prefix_caching", "halves"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from foretell.attention.base import Layout
+from foretell.attention.rows import store
 
 
 class ReferenceAttention:
@@ -38,11 +39,7 @@ class ReferenceAttention:
 
     def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         """Stores k, v [R, Hkv, D] in the rows' cells; a row whose cell is negative stores none."""
-        rows = (self.layout.cells >= 0).nonzero()[:, 0]
-        cells = self.layout.cells[rows].long()
-        page, offset = cells // self.layout.page_size, cells % self.layout.page_size
-        k_cache[page, :, offset] = k[rows].to(k_cache.dtype)
-        v_cache[page, :, offset] = v[rows].to(v_cache.dtype)
+        store(k, v, k_cache, v_cache, self.layout.cells)
 
     def run(
         self,

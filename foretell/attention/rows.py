@@ -175,7 +175,16 @@ def _rope_and_write(
         part.copy_(torch.cat([low * c - high * s, high * c + low * s, rest], dim=-1))
     if k_cache is None or v_cache is None or cells is None:
         return
-    rows = (cells >= 0).nonzero()[:, 0]
-    page, offset = cells[rows].long() // k_cache.shape[2], cells[rows].long() % k_cache.shape[2]
-    k_cache[page, :, offset] = k[rows].to(k_cache.dtype)
-    v_cache[page, :, offset] = v[rows].to(v_cache.dtype)
+    store(k, v, k_cache, v_cache, cells)
+
+
+def store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cells: Tensor) -> None:
+    """Writes k and v [R, Hkv, D] to physical cells [R] of caches [pages, Hkv, page_size, D]. On a
+    CPU those with negative cells are left out; elsewhere they go to the cache's last page, which
+    is of no use: how many there are the host would have to ask."""
+    if cells.is_cpu:
+        rows = (cells >= 0).nonzero()[:, 0]
+        k, v, cells = k[rows], v[rows], cells[rows]
+    page, offset = cells.long() // k_cache.shape[2], cells.long() % k_cache.shape[2]
+    k_cache[page, :, offset] = k.to(k_cache.dtype)
+    v_cache[page, :, offset] = v.to(v_cache.dtype)

@@ -24,7 +24,7 @@ from foretell.sequence import Sequence
 from foretell.spec.draft_vocab import DraftVocab
 from foretell.spec.drafter import Ask, Commit, Drafter, DraftRuntime, Needs, Rows, run_rows
 from foretell.spec.grow_tree import Frontier, frontier_rows, grow_tree
-from foretell.spec.tree import TokenTree, roots
+from foretell.spec.tree import MAX_NODES, TokenTree, roots
 from foretell.spec.tree_shape import TreeOptions
 
 
@@ -66,7 +66,8 @@ class DraftModel(Drafter):
     def __init__(self, config: SpeculationConfig, runtime: DraftRuntime) -> None:
         super().__init__(config, runtime)
         self.draft = self._load()
-        shape = self.draft.config
+        shape, places = self.draft.config, runtime.max_model_len + MAX_NODES + 1
+        self.draft.model.rope.reserve(places, whole=True)
         self.shape = self.options.shape(config.k)
         self.vocab_size = min(shape.vocab_size, runtime.vocab_size)
         self.limit = min(shape.max_position_embeddings, runtime.max_model_len)
@@ -148,7 +149,7 @@ class DraftModel(Drafter):
         weights = self.options.weights or ("int4" if own else "int8")
         weights = target.weights if same else weights
         spec = str(target.path) if own else self.options.model
-        draft = load(spec, weights, max_model_len=self.runtime.max_model_len)
+        draft = load(spec, weights, max_model_len=self.runtime.max_model_len, device=target.device)
         if own:
             return draft
         check_same_vocabulary(target.tokenizer, draft.tokenizer)

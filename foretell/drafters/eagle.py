@@ -31,7 +31,7 @@ from foretell.spec.drafter import Ask, Commit, Drafter, DraftRuntime, Needs, run
 from foretell.spec.grow_tree import Frontier, first_tokens, frontier_rows, grow_tree
 from foretell.spec.losses import judge
 from foretell.spec.training import Loss, Rule, TrainingBatch
-from foretell.spec.tree import TokenTree, roots
+from foretell.spec.tree import MAX_NODES, TokenTree, roots
 from foretell.spec.tree_shape import TreeOptions
 
 _FILES = ("safetensors", "bin", "pt", "json")
@@ -125,6 +125,7 @@ class Eagle(Drafter):
         self._limit = sizes.max_position_embeddings
         self._slots: dict[int, _Slot] = {}
         size, device = runtime.max_num_seqs, runtime.device
+        self.head.rope.reserve(runtime.max_model_len + MAX_NODES + 1, whole=True)
         width = runtime.vocab_size if self.vocab.ids is None else len(self.vocab.ids)
         self._logits = torch.zeros(size, width, device=device)  # [slots, Vd]
         self._features = torch.zeros(size, sizes.hidden_size, device=device)  # [slots, H]
@@ -205,7 +206,6 @@ class Eagle(Drafter):
     ) -> None:
         """A row's token is what the target drew there, accepted draft or correction alike: the
         target's rows, shifted by one."""
-        self.head.rope.reserve(self.runtime.max_model_len + 1, whole=True)
         given = self.head.feature(features)  # [R, H]
         logits, following = self.runtime.follow_target(self.head, tokens, given, outputs)
         carried = [sequence.slot for sequence in sequences]

@@ -15,6 +15,7 @@ from foretell.models.config import ModelConfig
 from foretell.models.hub import resolve
 from foretell.models.loader import LoadedModel, load, open_source
 from foretell.models.sharding import Shard
+from foretell.runtime.gpu import device_of
 from foretell.runtime.parallel import Leader, ParallelRuntime
 from foretell.runtime.rank import follow
 from foretell.runtime.runner import Runtime
@@ -52,7 +53,7 @@ def build_engine(
     if target is None:
         target = load(
             config.model, config.weights, max_model_len=config.max_model_len, accept=accept,
-            ranks=leader and leader.group,
+            ranks=leader and leader.group, device=leader.device if leader else device_of(config),
         )  # fmt: skip
     else:
         accept(target.config)
@@ -70,7 +71,7 @@ def build_engine(
         runtime.taps, draft_group = needs.features, needs.kv
     groups = [runtime.target_group, *([draft_group] if draft_group else [])]
     if leader is not None:  # they take their KV from the same memory
-        groups += [runtime.target_group] * (leader.group.neighbours - 1)
+        groups += [runtime.target_group] * (leader.group.sharers - 1)
     runtime.begin(runtime.room(config, groups), draft_group)
     for drafter in drafters:
         drafter.warm()

@@ -119,7 +119,8 @@ def calibrate(engine: Engine, target: LoadedModel) -> None:
         return
     schemes = [drafter.config for drafter in drafting.drafters]
     what = (str(target.path), target.weights, engine.config.tensor_parallel, schemes, engine.rule)
-    kept, costs = Kept("costs", what, _machine()), drafting.controller.costs
+    machine = _machine(engine.runtime.device)
+    kept, costs = Kept("costs", what, machine), drafting.controller.costs
     if not kept.load(costs.restore):
         with torch.inference_mode():
             whole = _measure(engine, drafting, costs)
@@ -148,9 +149,10 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _machine() -> tuple[str, int, str]:
+def _machine(device: torch.device) -> tuple[str, int, str]:
     """What costs depend on besides: kernels, threads, processor."""
-    return code_digest(), num_threads(), processor()
+    name = processor() if device.type == "cpu" else torch.cuda.get_device_name(device)
+    return code_digest(), num_threads(), name
 
 
 def _measure(engine: Engine, drafting: Drafting, costs: Costs) -> bool:

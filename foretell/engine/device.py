@@ -47,6 +47,7 @@ class Device:
 
     def begin(self) -> None:
         """A step begins; one that an interrupt or an error has ended may have left anything."""
+        self.runtime.stream.begin()
         if self._stepping:
             self.runtime.stream.join()
             self.pending.clear()

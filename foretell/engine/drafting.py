@@ -167,7 +167,7 @@ class Drafting:
             return self.drafters[m].first(sequences)
         except Exception as error:
             self.failed("propose", error)
-            return torch.full((len(sequences),), -1)
+            return torch.full((len(sequences),), -1, device=self.drafters[m].runtime.device)
 
     def follow(
         self,

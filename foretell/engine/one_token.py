@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from foretell.engine.choose import Choice, Draws, choose, draw_nodes, shape_of
 from foretell.engine.device import Device
@@ -28,6 +29,7 @@ from foretell.engine.drafting import Drafting
 from foretell.engine.rows import Span
 from foretell.engine.schedule import Schedule
 from foretell.engine.scheduler import Item
+from foretell.placed import put, told
 from foretell.runtime.runner import Output
 from foretell.runtime.stream import Work
 from foretell.sequence import Sequence
@@ -98,11 +100,11 @@ class OneToken(Schedule):
     def target(self, rows: Rows, spans: list[Span]) -> Work[Output]:
         """The target's pass over roots and drafts."""
         runtime, where = self.device.runtime, self.device.runtime.device
-        self._row = torch.tensor([span.row for span in spans], device=where)  # [B]
-        self._has = torch.tensor([item.budget > 0 for item in self.items], device=where)
+        self._row = put([span.row for span in spans], where)  # [B]
+        self._has = put([item.budget > 0 for item in self.items], where)  # [B]
         # As numbers: how many a mask picks the host would have to ask the device.
         which = [i for i, item in enumerate(self.items) if item.budget]
-        drafted = torch.tensor(which, device=where)
+        drafted = put(which, where, torch.int64)
         runtime.prepare(rows)
 
         def run() -> Output:
@@ -113,12 +115,17 @@ class OneToken(Schedule):
 
     def draw(self, draws: Draws, target: Work[Output]) -> None:
         """The target's own tokens behind all rows [R], and then the head's pass."""
-        drawing = self.device.submit("sample", lambda: draw_nodes(draws, target.value().logits))
+
+        def sample() -> tuple[Tensor, Tensor, Tensor]:
+            drawn = draw_nodes(draws, target.value().logits)  # [R]
+            return drawn, told(drawn), told(self.drafted.value())
+
+        drawing = self.device.submit("sample", sample)
 
         def follow() -> None:
             features = target.value().features
             assert features is not None
-            drawn = drawing.value()
+            drawn = drawing.value()[0]
             accepted = (drawn[self._row] == self.drafted.value()) & self._has  # [B]
             self.drafting.follow(self.m, self.sequences, drawn, features, self._row + accepted)
 
@@ -127,7 +134,7 @@ class OneToken(Schedule):
 
     def choice(self, target: Output) -> Choice:
         """What the host learns, while the head runs; draft tokens are known now."""
-        drawn = self.device.wait(self._drawing)
-        tokens = cast(list[int], self.device.wait(self.drafted).tolist())
+        _, drawn, drafted = self.device.wait(self._drawing)
+        tokens = cast(list[int], drafted.tolist())
         draws = replace(self._draws, tree=self._tree(tokens))
         return choose("coupled", draws, target.logits, 1.0, drawn)

@@ -44,6 +44,19 @@ class Source(Protocol):
         ...
 
 
+class Placed:
+    """A source whose floats come onto a device."""
+
+    def __init__(self, source: Source, device: torch.device) -> None:
+        self._source, self._device = source, device
+        self.path, self.files, self.shapes = source.path, source.files, source.shapes
+
+    def read(self, name: str, cut: Cut | None = None) -> Tensor:
+        """See `Source.read`."""
+        tensor = self._source.read(name, cut)
+        return tensor.to(self._device) if tensor.is_floating_point() else tensor
+
+
 class Checkpoint:
     """Hands out each tensor once, and says in the end what nobody asked for."""
 

@@ -108,12 +108,13 @@ def assemble(
 
     embedding, lm_head = ends(config, weights, tensors)
     layers = [layer(i) for i in range(config.num_layers)]
-    rope = Rope(config, tensors.get("rope_factors"), max_model_len)
+    norm = tensors["norm"]
+    rope = Rope(config, tensors.get("rope_factors"), max_model_len, norm.device)
     if parallel is None:
-        return Decoder(config, embedding, layers, tensors["norm"], lm_head, rope)
+        return Decoder(config, embedding, layers, norm, lm_head, rope)
     shard, ranks = parallel
     table, projection = PartEmbedding(embedding, shard), GatheredLinear(lm_head, shard.vocab, ranks)
-    return Decoder(config, table, layers, tensors["norm"], projection, rope, ranks)
+    return Decoder(config, table, layers, norm, projection, rope, ranks)
 
 
 def convert_ends(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from foretell.config import Weights
-from foretell.models.checkpoint import Checkpoint
+from foretell.models.checkpoint import Checkpoint, Placed
 from foretell.models.head import Fusion, Head
 from foretell.models.head_reader import (
     Reader,
@@ -62,7 +62,8 @@ def load_eagle(
         ValueError: a tensor is missing, left over or of another shape, or the head was made for
             another target.
     """
-    settings, reader = settings_of(path), Reader(open_tensors(path), weights)
+    settings = settings_of(path)
+    reader = Reader(Placed(open_tensors(path), target.device), weights)
     names = reader.checkpoint
     _check_kind(settings, names, "eagle")
     root = root_of(names)
@@ -94,7 +95,7 @@ def load_eagle(
         config=config,
         layers=layers,
         **shared(target, ids, ranks),
-        rope=Rope(config),
+        rope=Rope(config, device=target.device),
         mix=reader.linear({root + fc: hidden}, 2 * hidden, bias=bias),
         norm_embed=norm(flag("norm_embed", restored or para), "embedding_layernorm"),
         norm_hidden=norm(flag("norm_hidden", para), "hidden_states_layernorm"),
@@ -103,7 +104,7 @@ def load_eagle(
         ranks=ranks,
     )
     names.finish()
-    vocab = DraftVocab(target.config.vocab_size, ids)
+    vocab = DraftVocab(target.config.vocab_size, ids, target.device)
     return LoadedHead(head, (-1,), vocab, target.kv_dtype)
 
 
@@ -119,7 +120,8 @@ def load_eagle3(
     Raises:
         ValueError: as `load_eagle`, or a setting that would not be computed faithfully.
     """
-    settings, reader = settings_of(path), Reader(open_tensors(path), weights)
+    settings = settings_of(path)
+    reader = Reader(Placed(open_tensors(path), target.device), weights)
     names, take = reader.checkpoint, reader.checkpoint.take
     _check_kind(settings, names, "eagle3")
     root = root_of(names)
@@ -155,7 +157,7 @@ def load_eagle3(
         embedding=embedding,
         layers=layers,
         lm_head=lm_head,
-        rope=Rope(config),
+        rope=Rope(config, device=target.device),
         mix=None,
         fuse=fuse,
         norm_embed=reader.norm(f"{first}input_layernorm", hidden),
@@ -169,7 +171,7 @@ def load_eagle3(
         ranks=ranks,
     )
     names.finish()
-    return LoadedHead(head, taps, DraftVocab(vocab, ids), target.kv_dtype)
+    return LoadedHead(head, taps, DraftVocab(vocab, ids, target.device), target.kv_dtype)
 
 
 def own_ids(

@@ -67,7 +67,7 @@ class PackedLinear:
         self.packed = packed
         self.out_features, self.in_features = shape
         self.padded = -(-self.in_features // GROUP[kind]) * GROUP[kind]
-        self.bias = torch.zeros(len(packed.scale))  # [panels * PANEL]
+        self.bias = torch.zeros_like(packed.scale)  # [panels * PANEL]
         if bias is not None:
             self.bias[: self.out_features] = bias
 
@@ -84,7 +84,7 @@ class PackedLinear:
         assert x.shape[1] == self.in_features
         if not len(x):
             return x.new_empty(0, self.out_features)
-        if (compiled := products()) is None:
+        if not x.is_cpu or (compiled := products()) is None:
             return self._portable(x)
         rows, width = len(x), self.panels * PANEL
         x, out = x.contiguous(), torch.empty(rows, width)

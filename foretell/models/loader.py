@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from foretell.config import Weights, weight_format
 from foretell.models.checkpoint import Safetensors, Source, read_json
@@ -23,6 +24,8 @@ from foretell.models.recommended import recommended
 from foretell.models.sharding import Ranks, Shard, Sliced
 from foretell.models.tokenizer import Tokenizer
 from foretell.progress import progress_bar
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,11 @@ class LoadedModel:
         """Is all of it here, or only one rank's part?"""
         return self.model.config.num_heads == self.config.num_heads
 
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.model.norm.device
+
     @cached_property
     def ends(self) -> tuple[PackedEmbedding, PackedLinear]:
         """Embedding and output projection as a whole, for heads that share them. Of a model that
@@ -53,7 +61,7 @@ class LoadedModel:
             self.path, f"{self.weights}.ends", source.files,
             lambda: convert_ends(source, config, self.weights),
         )  # fmt: skip
-        return ends(config, self.weights, tensors)
+        return ends(config, self.weights, _on(self.device, tensors))
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -78,6 +86,7 @@ def load(
     accept: Callable[[ModelConfig], None] = lambda config: None,
     progress: bool = True,
     ranks: Ranks | None = None,
+    device: torch.device = _CPU,
 ) -> LoadedModel:
     """Loads a model, or this rank's part of one.
 
@@ -88,6 +97,7 @@ def load(
         accept: called before any weight is read; refuses by a ValueError.
         progress: show a bar on stderr where converting takes over two seconds.
         ranks: those that the model is spread over; only this one's slices are read.
+        device: where it is to lie.
 
     Raises:
         ValueError: nothing there, an unsupported model, or a tensor that is missing, left over,
@@ -111,8 +121,12 @@ def load(
         name = f"{kind}.{ranks.rank}of{ranks.world}"
     with progress_bar("converting weights", config.num_layers + 1, shown=progress) as advance:
         tensors = converted(path, name, source.files, lambda: convert(source, part, kind, advance))
-    model = assemble(part, kind, tensors, max_model_len, parallel)
+    model = assemble(part, kind, _on(device, tensors), max_model_len, parallel)
     return LoadedModel(model, config, path, kind, wishes)
+
+
+def _on(device: torch.device, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 def open_source(path: Path) -> tuple[Source, ModelConfig]:

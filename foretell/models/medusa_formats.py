@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foretell.config import Weights
-from foretell.models.checkpoint import Part
+from foretell.models.checkpoint import Part, Placed
 from foretell.models.head import MedusaHead
 from foretell.models.head_reader import Reader, draft_ids, open_tensors, rows_of, shared
 from foretell.models.linear import Linear, make_linear
@@ -28,7 +28,7 @@ def load_medusa(
     Raises:
         ValueError: as `load_eagle`.
     """
-    source = open_tensors(path)
+    source = Placed(open_tensors(path), target.device)
     merged = next((p for p in _MERGED if any(n.startswith(p) for n in source.shapes)), "")
     reader = Reader(Part(source, merged), weights)
     names, take = reader.checkpoint, reader.checkpoint.take
@@ -59,7 +59,7 @@ def load_medusa(
         raise ValueError(f"{path}: no Medusa head here, tensor {block.format(0, 0)}.weight")
     names.skip(f"{merged}lm_head.weight")
     names.finish()
-    return heads, DraftVocab(vocab, _both(ids, wanted))
+    return heads, DraftVocab(vocab, _both(ids, wanted), target.device)
 
 
 def _both(ids: Tensor | None, wanted: Tensor | None) -> Tensor | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from foretell.config import Weights
-from foretell.models.checkpoint import Checkpoint, Part, Source
+from foretell.models.checkpoint import Checkpoint, Part, Placed, Source
 from foretell.models.config import ModelConfig
 from foretell.models.deepseek import assemble_layer, convert_layer
 from foretell.models.head import Head
@@ -41,7 +41,7 @@ def load_mtp(
         ValueError: there is none, a tensor of it is missing, left over or of another shape, or its
             layer is of a kind that is not computed here.
     """
-    source = open_tensors(path)
+    source = Placed(open_tensors(path), target.device)
     layout, prefix = _mtp_layout(source)
     qwen, mimo = layout == "qwen", layout == "mimo"
     reader = Reader(Part(source, prefix), weights, zero_centred=qwen)
@@ -67,7 +67,7 @@ def load_mtp(
         config=config,
         layers=layers,
         **shared(target, ids, ranks),
-        rope=Rope(config),
+        rope=Rope(config, device=target.device),
         mix=make_linear(weights, weight),
         norm_embed=reader.norm(prefix + embed, hidden),
         norm_hidden=reader.norm(prefix + feature, hidden),
@@ -76,7 +76,7 @@ def load_mtp(
         ranks=ranks,
     )
     names.finish()
-    return LoadedHead(head, (-1,), DraftVocab(vocab, ids), target.kv_dtype)
+    return LoadedHead(head, (-1,), DraftVocab(vocab, ids, target.device), target.kv_dtype)
 
 
 def _layers(

@@ -40,7 +40,7 @@ def pack(kind: Weights, weight: Tensor) -> Packed:
 
 def _pack(kind: Weights, weight: Tensor) -> Packed:
     weight = F.pad(weight, (0, -weight.shape[1] % GROUP[kind], 0, -len(weight) % PANEL))
-    scale = torch.ones(len(weight))
+    scale = weight.new_ones(len(weight), dtype=torch.float32)
     if kind == "int4":
         return Packed(_pack_int4(*quantize_int4(weight.float())), scale)
     if kind == "int8":
@@ -165,7 +165,7 @@ def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     groups = weight.reshape(len(weight), -1, GROUP["int4"])  # [N, K / 32, 32]
     low, high = groups.amin(dim=2, keepdim=True), groups.amax(dim=2, keepdim=True)
-    best = torch.zeros(groups.shape, dtype=torch.uint8)
+    best = torch.zeros_like(groups, dtype=torch.uint8)
     best_scale, best_least = torch.zeros_like(low), torch.zeros_like(low)
     best_error = torch.full_like(low, torch.inf)
     for share in (1.0, 0.95, 0.9, 0.85, 0.8):

@@ -99,20 +99,23 @@ class Rope:
         config: the model's.
         factors: [D/2] float32, frequencies are divided by them (GGUF's rope_freqs).
         max_model_len: context limit, see `frequencies`.
+        device: where the tables lie.
     """
 
-    __slots__ = ("_inverse", "_scale", "_whole", "cos", "sin")
+    __slots__ = ("_device", "_inverse", "_scale", "_whole", "cos", "sin")
 
     def __init__(
         self,
         config: ModelConfig,
         factors: Tensor | None = None,
         max_model_len: int | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self._inverse, self._scale = frequencies(config, max_model_len)
         self._whole = False
         if factors is not None:
-            self._inverse = self._inverse / factors.float()
+            self._inverse = self._inverse / factors.float().cpu()
+        self._device = device
         self.cos, self.sin = self._entries(0, min(config.max_position_embeddings, 2048))  # [P, D/2]
 
     def cover(self, positions: Tensor) -> None:
@@ -138,4 +141,5 @@ class Rope:
         # and rounded, so that an entry does not depend on where in the table's growth it was made.
         angles = torch.arange(start, end, dtype=torch.float32)[:, None] * self._inverse
         angles = angles.double()
-        return (angles.cos() * self._scale).float(), (angles.sin() * self._scale).float()
+        cos, sin = (angles.cos() * self._scale).float(), (angles.sin() * self._scale).float()
+        return cos.to(device=self._device), sin.to(device=self._device)

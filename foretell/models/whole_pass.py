@@ -220,6 +220,8 @@ def whole_pass(
     embedding, lm_head = network.embedding, network.lm_head
     if products() is None or not network.layers or not isinstance(embedding, PackedEmbedding):
         return None
+    if not embedding.table.bias.is_cpu:
+        return None
     mix: list[Any] = [] if head is None or head.mix is None else [head.mix]
     shapes: set[Any] = set()
     for layer in network.layers:

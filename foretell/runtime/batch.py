@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from foretell.attention.base import Layout
+from foretell.placed import put
 from foretell.spec.drafter import Rows
 
 HEADER = 6
@@ -72,7 +73,7 @@ def fill(words: np.ndarray, batch: Batch, tokens: SequenceOf[int]) -> None:
     first = HEADER + 2 * len(tokens)
     words[first : first + len(tokens)] = tokens
     if batch.tokens.device.type != "cpu":  # there the two are one memory
-        batch.tokens.copy_(torch.from_numpy(words[first : first + len(tokens)]))
+        batch.tokens.copy_(put(words[first : first + len(tokens)], batch.tokens.device))
 
 
 def with_moves(words: np.ndarray, moves: SequenceOf[SequenceOf[int]]) -> np.ndarray:
@@ -88,7 +89,7 @@ def with_moves(words: np.ndarray, moves: SequenceOf[SequenceOf[int]]) -> np.ndar
 def view(words: np.ndarray, page_size: int, device: torch.device) -> Batch:
     """A batch out of what `pack` made, copied to the device in one piece."""
     num_rows, num_outputs, num_seqs, num_pages, num_moves, _ = words[:HEADER].tolist()
-    buffer = torch.from_numpy(words).to(device)
+    buffer = put(words, device)
     _, ancestors, tokens, positions, seq, prefix, base, outputs, cells, table, moves = buffer.split(
         [
             HEADER, 2 * num_rows, *([num_rows] * 5), num_outputs, num_rows, num_seqs * num_pages,

@@ -38,7 +38,7 @@ def identity(config: EngineConfig) -> dict[str, str]:
     """This rank's own."""
     names = (
         *("weights", "tensor_parallel", "max_num_seqs", "max_model_len", "page_size"),
-        *("speculation", "halves"),
+        *("speculation", "halves", "device"),
     )
     path = resolve(config.model)
     source, model = open_source(path)

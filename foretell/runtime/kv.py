@@ -21,8 +21,10 @@ def page_bytes(groups: SequenceOf[KVGroup], page_size: int) -> int:
     )
 
 
-def available_bytes() -> int:
+def available_bytes(device: torch.device) -> int:
     """Memory that could be used now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
     try:
         with open("/proc/meminfo") as lines:
             for line in lines:
@@ -39,6 +41,7 @@ def num_pages_for(
     page_size: int,
     max_num_seqs: int,
     max_model_len: int,
+    device: torch.device,
 ) -> int:
     """Pages that fit into ``kv_memory``; never more than twice what all slots could fill.
 
@@ -46,7 +49,7 @@ def num_pages_for(
         ValueError: not even one sequence of max_model_len fits, with the numbers.
     """
     limit = parse_memory(kv_memory)
-    available = available_bytes()
+    available = available_bytes(device)
     size = int(limit * available) if isinstance(limit, float) else limit
     if size > available:
         raise ValueError(
@@ -83,7 +86,9 @@ class KVPool:
         self.page_size = page_size
         self.layers: dict[str, list[tuple[Tensor, Tensor]]] = {}
         for name, group in groups.items():
-            shape = (num_pages, group.num_kv_heads, page_size, group.head_dim)
+            # A GPU need not ask which rows keep nothing: their cells, -1, lie in a page of no use.
+            pages = num_pages + (device.type != "cpu")
+            shape = (pages, group.num_kv_heads, page_size, group.head_dim)
             keys = [_zeros(shape, group.dtype, device) for _ in range(group.num_layers)]
             values = [_zeros(shape, group.dtype, device) for _ in keys] if group.values else keys
             self.layers[name] = list(zip(keys, values, strict=True))  # pairs of [pages, Hkv, S, D]

@@ -32,6 +32,7 @@ from foretell.models.head import Head
 from foretell.models.loader import LoadedModel
 from foretell.runtime.batch import FOLLOW, HEAD, HEADER, with_moves
 from foretell.runtime.channel import Broadcast, Channel, SharedMemory
+from foretell.runtime.gpu import CudaStream, device_of
 from foretell.runtime.identity import difference, identity
 from foretell.runtime.ranks import Group, RankError
 from foretell.runtime.runner import Output, Runtime
@@ -67,16 +68,19 @@ class Leader:
         """What ended one before its end: the ranks are out of step."""
         self.memory: list[dict[str, int]] = []
         """Bytes by group of each other rank."""
-        self.stream = Worker("pass")
         file, sockets = -1, list[socket.socket]()
         if place := torchrun():
             self.group = place.group(config)
         else:
             timeout = config.rank_timeout
-            self.group = Group(0, world, "127.0.0.1", 0, timeout, neighbours=world)
+            device = device_of(config)
+            self.group = Group(0, world, "127.0.0.1", 0, timeout, neighbours=world, device=device)
             file = SharedMemory.file(most_words(config, model))
             sockets = self._spawn(config, file)
-        self.group.halves = config.halves
+        self.group.halves, self.device = config.halves, self.group.device
+        # Not the caller's thread, on a CPU either: it looks after the others meanwhile.
+        cpu = self.device.type == "cpu"
+        self.stream = Worker("pass") if cpu else CudaStream("pass", self.device)
         # Runs when the program ends, too: nothing is left of the others.
         self._finish = weakref.finalize(self, _end, self.processes, None)
         try:
@@ -257,8 +261,8 @@ class ParallelRuntime(Runtime):
     def __init__(
         self, target: LoadedModel, attention: Attention, leader: Leader, **sizes: Any
     ) -> None:
-        super().__init__(target, attention, **sizes)
-        self.leader, self.stream = leader, leader.stream
+        super().__init__(target, attention, stream=leader.stream, **sizes)
+        self.leader = leader
         self._moves: tuple[list[int], list[int]] = ([], [])
 
     def begin(self, num_pages: int, draft: KVGroup | None) -> None:

@@ -22,6 +22,7 @@ from foretell.models.head import Head
 from foretell.models.loader import load
 from foretell.runtime.batch import FOLLOW, HEAD, HEADER, TARGET
 from foretell.runtime.channel import Broadcast, Channel, SharedMemory
+from foretell.runtime.gpu import device_of
 from foretell.runtime.identity import identity
 from foretell.runtime.memory import storages, tensors_alive
 from foretell.runtime.ranks import Group, RankError
@@ -43,7 +44,7 @@ def follow(config: EngineConfig, group: Group, channel: Channel | None) -> None:
     channel = channel or Broadcast(group.words())
     target = load(
         config.model, config.weights, max_model_len=config.max_model_len, progress=False,
-        ranks=group,
+        ranks=group, device=group.device,
     )  # fmt: skip
     runtime = Runtime.of(config, target)
     loaded = spread_head(config.speculation, target)
@@ -51,7 +52,7 @@ def follow(config: EngineConfig, group: Group, channel: Channel | None) -> None:
     if loaded is not None:
         runtime.taps, draft = loaded.taps, loaded.head.config.kv_group(loaded.kv_dtype)
     groups = [runtime.target_group, *([draft] if draft else [])]
-    room = runtime.room(config, groups * group.neighbours)
+    room = runtime.room(config, groups * group.sharers)
     runtime.allocate(group.ask("loaded", room), draft)
     runtime.warm()
     group.ask("memory", memory(runtime, loaded))
@@ -114,9 +115,11 @@ def main(text: str) -> int:
     set_num_threads(max(1, (config.threads or num_threads()) // config.tensor_parallel))
     channel = SharedMemory(what["memory"], [socket.socket(fileno=what["socket"])])
     world = config.tensor_parallel
+    rank = what["rank"]
     group = Group(
-        what["rank"], world, "127.0.0.1", what["port"], config.rank_timeout, neighbours=world
-    )
+        rank, world, "127.0.0.1", what["port"], config.rank_timeout, neighbours=world,
+        device=device_of(config, rank),
+    )  # fmt: skip
     try:
         follow(config, group, channel)
     except (RankError, OSError, ValueError, RuntimeError) as error:

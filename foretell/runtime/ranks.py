@@ -49,7 +49,7 @@ class Group:
         timeout: seconds without a sign of life after which a rank is lost.
         neighbours: ranks on this node, which share its memory and cores.
         held: the store is held by somebody else (torchrun's agent).
-        device: where the tensors lie: gloo on a CPU, NCCL on CUDA.
+        device: where the tensors lie: gloo on a CPU, NCCL on GPUs.
     """
 
     def __init__(
@@ -67,6 +67,8 @@ class Group:
         self.rank, self.world, self.timeout = rank, world, timeout
         self.neighbours = neighbours
         self.device = device or torch.device("cpu")
+        self.sharers = neighbours if self.device.type == "cpu" else 1
+        """Ranks that take their KV from the same memory."""
         patience = timedelta(seconds=timeout)
         holds, listening = rank == 0 and not held, None
         if holds and host == "127.0.0.1":  # else it would listen on every address

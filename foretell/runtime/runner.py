@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from foretell.attention.base import Attention
+from foretell.attention.blocked import BlockedAttention
 from foretell.attention.compiler import have_compiler
 from foretell.attention.cpu import CpuAttention
 from foretell.attention.reference import ReferenceAttention
@@ -22,9 +23,10 @@ from foretell.models.head import Head
 from foretell.models.loader import LoadedModel
 from foretell.models.whole_pass import can_run
 from foretell.runtime.batch import Batch, fill, pack, view
+from foretell.runtime.gpu import stream_on
 from foretell.runtime.kv import KVPool, num_pages_for, page_bytes
 from foretell.runtime.sampling import draw
-from foretell.runtime.stream import Inline, Stream, Work
+from foretell.runtime.stream import Stream, Work
 from foretell.spec.draft_vocab import DraftVocab
 from foretell.spec.drafter import Ask, KVGroup, Rows, run_rows
 from foretell.spec.noise import gumbel
@@ -32,6 +34,13 @@ from foretell.spec.shape import has_filters
 from foretell.spec.tree import MAX_NODES, TokenTree
 
 T = TypeVar("T")
+
+
+def attention_on(device: torch.device) -> Attention:
+    """The fastest backend there is."""
+    if device.type != "cpu":
+        return BlockedAttention()
+    return CpuAttention() if have_compiler() else ReferenceAttention()
 
 
 @dataclass(frozen=True)
@@ -59,8 +68,8 @@ class Runtime:
         attention: backend; its plan is made anew for every pass.
 
     Attributes:
-        stream: what runs device work. On a CPU that is the caller's thread: passing work to
-            another takes longer than what the host could do meanwhile (docs/ranks.md).
+        stream: what runs device work.
+        device: where the target lies, and all that its passes read and write.
     """
 
     def __init__(
@@ -71,11 +80,12 @@ class Runtime:
         max_num_seqs: int,
         max_model_len: int,
         page_size: int,
-        device: torch.device | None = None,
+        stream: Stream | None = None,
     ) -> None:
         self.target = target
         self.attention = attention
-        self.stream: Stream = Inline()
+        self.device = target.device
+        self.stream = stream or stream_on(self.device)
         self._ahead = deque(copy.copy(attention) for _ in range(3))
         self._prepared: tuple[Rows, Prepared] | None = None
         self.ran: Prepared | None = None
@@ -83,13 +93,14 @@ class Runtime:
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.page_size = page_size
-        self.device = device or torch.device("cpu")
         self.vocab_size = target.config.vocab_size
         self.taps: tuple[int, ...] = ()
         self.kv: KVPool | None = None
         # Behind the last root there may be scratch cells of a whole tree, and one more: the place
         # of the token that a pass adds.
-        width = -(-(max_model_len + MAX_NODES) // page_size)
+        places = max_model_len + MAX_NODES
+        target.model.rope.reserve(places + 1, whole=True)
+        width = -(-places // page_size)
         self.page_table = np.full((max_num_seqs, width), -1, dtype=np.int32)
 
     @classmethod
@@ -97,7 +108,7 @@ class Runtime:
         """The runtime that a configuration asks for."""
         return cls(
             target,
-            CpuAttention() if have_compiler() else ReferenceAttention(),
+            attention_on(target.device),
             max_num_seqs=config.max_num_seqs,
             max_model_len=config.max_model_len or target.config.max_position_embeddings,
             page_size=config.page_size,
@@ -112,7 +123,7 @@ class Runtime:
         """
         each = page_bytes(groups, self.page_size)
         seqs, length = self.max_num_seqs, self.max_model_len
-        return num_pages_for(config.kv_memory, each, self.page_size, seqs, length)
+        return num_pages_for(config.kv_memory, each, self.page_size, seqs, length, self.device)
 
     @property
     def target_group(self) -> KVGroup:

@@ -27,11 +27,12 @@ class Work(Generic[T]):
     """
 
     __slots__ = (
-        "_call",
         "_value",
         "begun",
+        "call",
         "end",
         "error",
+        "fence",
         "is_over",
         "name",
         "over",
@@ -47,29 +48,31 @@ class Work(Generic[T]):
         self.begun: threading.Event | None = None
         self.over: threading.Event | None = None
         """Of work on another thread."""
-        self._call: Callable[[], T] | None = call
+        self.fence: Callable[[float | None], bool] | None = None
+        """Of work that was only issued by the time it is over: `wait` for the device itself."""
+        self.call: Callable[[], T] | None = call
         self._value: T | None = None
 
     def run(self) -> None:
         """Does it; what it raises is kept for `value`."""
-        assert self._call is not None
+        assert self.call is not None
         self.start = time.perf_counter()
         if self.begun:
             self.begun.set()
         try:
-            self._value = self._call()
+            self._value = self.call()
         except BaseException as error:
             self.error = error
-        self._call = None
+        self.call = None
         self.end = time.perf_counter()
         self.is_over = True
         if self.over:
             self.over.set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether work on another thread is over within ``timeout`` seconds."""
+        """Whether work on another thread is done within ``timeout`` seconds."""
         assert self.over is not None
-        return self.over.wait(timeout)
+        return self.over.wait(timeout) and (self.fence is None or self.fence(timeout))
 
     def value(self) -> T:
         """What came of it, once it is over."""
@@ -87,6 +90,10 @@ class Stream(Protocol):
     def here(self) -> bool:
         """Is the caller on a thread of the stream's own? There nothing may wait for a host that may
         wait for the stream."""
+        ...
+
+    def begin(self) -> None:
+        """A step begins: what the calling thread does itself comes in order with submitted work."""
         ...
 
     def submit(self, work: Work[Any]) -> None:
@@ -115,6 +122,8 @@ class Inline:
 
     def __init__(self) -> None:
         self._queue: deque[Work[Any]] = deque()
+
+    def begin(self) -> None: ...
 
     def submit(self, work: Work[Any]) -> None:
         self._queue.append(work)
@@ -148,6 +157,8 @@ class Worker:
     @property
     def here(self) -> bool:
         return threading.current_thread() is self._thread
+
+    def begin(self) -> None: ...
 
     def submit(self, work: Work[Any]) -> None:
         """Where the thread was idle this returns once it has taken up the work: the caller, going

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 from foretell.config import EngineConfig
+from foretell.runtime.gpu import device_of
 from foretell.runtime.ranks import Group
 
 
@@ -16,6 +17,8 @@ class Place:
     rank: int
     world: int
     neighbours: int
+    local: int
+    """Its number among those of its node."""
     host: str
     port: int
 
@@ -32,7 +35,7 @@ class Place:
         held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return Group(
             self.rank, self.world, self.host, self.port, config.rank_timeout,
-            neighbours=self.neighbours, held=held,
+            neighbours=self.neighbours, held=held, device=device_of(config, self.local),
         )  # fmt: skip
 
 
@@ -42,4 +45,6 @@ def torchrun() -> Place | None:
         return None
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return Place(rank, world, neighbours, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return Place(rank, world, neighbours, local, host, port)

@@ -24,13 +24,16 @@ class DraftVocab:
         ids: [Vd] int64, the target's id for each draft id, all different. None: draft ids are the
             target's; a draft padded beyond ``size`` is cut, and one that ends before it never
             proposes the rest.
+        device: where logits lie.
 
     Raises:
         ValueError: an id outside the target's vocabulary, or one that comes twice.
     """
 
-    def __init__(self, size: int, ids: Tensor | None = None) -> None:
-        self.size, self.ids = size, ids
+    def __init__(
+        self, size: int, ids: Tensor | None = None, device: torch.device | None = None
+    ) -> None:
+        self.size, self.ids = size, None if ids is None else ids.to(device=device)
         if ids is not None:
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= size:

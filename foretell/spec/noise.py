@@ -17,6 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from foretell.placed import put
+
 TOKEN_STREAM = 0
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -56,7 +58,7 @@ def _words(
     """[R, count] int64, 32 random bits each; word i is word i % 4 of block i // 4."""
 
     def column(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device).reshape(-1, 1)
+        return put(values, device, torch.int64).reshape(-1, 1)
 
     assert len(seeds) == len(positions)
     block = torch.arange(-(-count // 4), dtype=torch.int64, device=device)[None]

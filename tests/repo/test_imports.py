@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "foretell"
 LAYERS = [
-    {"progress", "config", "files"},
+    {"progress", "config", "files", "placed"},
     {"sequence"},
     {"spec", "prompts", "answer"},
     {"attention"},

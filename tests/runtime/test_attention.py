@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foretell.attention.base import Layout
+from foretell.attention.base import Attention, Layout
+from foretell.attention.blocked import BlockedAttention
 from foretell.attention.cpu import CpuAttention
 from foretell.attention.reference import ReferenceAttention
 from foretell.spec.tree import ancestors, depths
@@ -94,8 +95,10 @@ def caches(num_pages: int, heads: int, size: int, dim: int, dtype: torch.dtype) 
     return [torch.randn(num_pages, heads, size, dim).to(dtype) for _ in range(2)]
 
 
-def compute(layout: Layout, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-    attention = CpuAttention()
+def compute(
+    layout: Layout, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, make=CpuAttention
+) -> Tensor:
+    attention = make()
     attention.plan(layout)
     return attention.run(q, k, v, scale=0.3, window=window)
 
@@ -132,17 +135,18 @@ def test_equals_reference(
     q, k, v = fused.split([group * kv_heads, kv_heads, kv_heads], dim=1)
     if dtype == torch.bfloat16:  # queries are rounded to the cache's numbers, as are weights
         q.copy_(q.to(dtype))
-    want = []
-    for attention in (ReferenceAttention(), CpuAttention()):
+    found = []
+    for attention in (ReferenceAttention(), CpuAttention(), BlockedAttention()):
         attention.plan(layout)
         copies = k_cache.clone(), v_cache.clone()
         attention.write(k, v, *copies)
-        want.append((*copies, attention.run(q, *copies, scale=0.25, window=window)))
-    (k_want, v_want, out_want), (k_got, v_got, out_got) = want
-    assert torch.equal(k_want, k_got)
-    assert torch.equal(v_want, v_got)
+        found.append((*copies, attention.run(q, *copies, scale=0.25, window=window)))
     near = {"rtol": 1e-4, "atol": 3e-5} if dtype == torch.float32 else {"rtol": 0, "atol": 0.02}
-    torch.testing.assert_close(out_got, out_want, **near)
+    k_want, v_want, out_want = found[0]
+    for k_got, v_got, out_got in found[1:]:
+        assert torch.equal(k_want, k_got)
+        assert torch.equal(v_want, v_got)
+        torch.testing.assert_close(out_got, out_want, **near)
 
 
 def test_reference_is_dense_causal_attention() -> None:
@@ -166,11 +170,12 @@ def test_reference_is_dense_causal_attention() -> None:
         torch.testing.assert_close(got, want.transpose(0, 1))
 
 
+@pytest.mark.parametrize("make", [CpuAttention, BlockedAttention])
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("group", "dim"), [(3, 64), (1, 20), (2, 96), (7, 33)])
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(
-    group: int, dim: int, dtype: torch.dtype, window: int | None
+    group: int, dim: int, dtype: torch.dtype, window: int | None, make: type[Attention]
 ) -> None:
     torch.manual_seed(1)
     rng = random.Random(1)
@@ -182,16 +187,17 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(
     layout, num_pages = step.layout(rng)
     k, v = caches(num_pages, 3, 16, dim, dtype)
     q = torch.randn(layout.num_rows, 3 * group, dim)
-    together = compute(layout, q, k, v, window)
+    together = compute(layout, q, k, v, window, make)
     for row in range(layout.num_rows):
-        alone = compute(one_row(layout, row), q[row : row + 1], k, v, window)
+        alone = compute(one_row(layout, row), q[row : row + 1], k, v, window, make)
         assert torch.equal(alone[0], together[row]), row
 
 
+@pytest.mark.parametrize("make", [CpuAttention, BlockedAttention])
 @pytest.mark.parametrize("window", [None, 40, 290])
 @pytest.mark.parametrize(("length", "root"), [(150, 120), (280, 250), (540, 508)])
 def test_a_tree_node_has_the_bits_of_the_plain_row(
-    length: int, root: int, window: int | None
+    length: int, root: int, window: int | None, make: type[Attention]
 ) -> None:
     """A chain of tree nodes, a chunk and single rows over the same text in other pages; the later
     ones over the border of two parts."""
@@ -218,7 +224,7 @@ def test_a_tree_node_has_the_bits_of_the_plain_row(
         true = list(range(length))
         if shape == "bushy":
             true = [*range(root + 1), *range(root + 2, layout.num_rows, 2)]
-        attention = CpuAttention()
+        attention = make()
         rows = torch.randn(3, layout.num_rows, 9, 64)
         rows[0][true], rows[1][true, :3], rows[2][true, :3] = q, k_text, v_text
         attention.plan(layout)
@@ -245,8 +251,8 @@ def test_threads_do_not_change_bits() -> None:
     assert torch.equal(outs[0], outs[2])
 
 
-@pytest.mark.parametrize("make", [CpuAttention, ReferenceAttention])
-def test_nan_stays_in_its_row(make: type[CpuAttention] | type[ReferenceAttention]) -> None:
+@pytest.mark.parametrize("make", [CpuAttention, ReferenceAttention, BlockedAttention])
+def test_nan_stays_in_its_row(make: type[Attention]) -> None:
     torch.manual_seed(4)
     step = Step(4)
     step.run(0, 0, 30)
@@ -270,11 +276,11 @@ def test_nan_stays_in_its_row(make: type[CpuAttention] | type[ReferenceAttention
             assert torch.equal(out[row], clean[row])
 
 
-@pytest.mark.parametrize("make", [CpuAttention, ReferenceAttention])
+@pytest.mark.parametrize("make", [CpuAttention, ReferenceAttention, BlockedAttention])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("window", "broken"), [(None, 3), (None, 4), (4, 3), (4, 4)])
 def test_nan_does_not_reach_rows_that_do_not_see_its_key(
-    make: type[CpuAttention] | type[ReferenceAttention],
+    make: type[Attention],
     dtype: torch.dtype,
     window: int | None,
     broken: int,
@@ -300,11 +306,9 @@ def test_nan_does_not_reach_rows_that_do_not_see_its_key(
             assert torch.equal(out[row], clean[row]), row
 
 
-@pytest.mark.parametrize("make", [CpuAttention, ReferenceAttention])
+@pytest.mark.parametrize("make", [CpuAttention, ReferenceAttention, BlockedAttention])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_write_touches_only_its_cells(
-    make: type[CpuAttention] | type[ReferenceAttention], dtype: torch.dtype
-) -> None:
+def test_write_touches_only_its_cells(make: type[Attention], dtype: torch.dtype) -> None:
     torch.manual_seed(5)
     step = Step(4)
     step.run(0, 3, 6)
