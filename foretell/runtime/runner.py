@@ -86,6 +86,7 @@ class Runtime:
         self.attention = attention
         self.device = target.device
         self.stream = stream or stream_on(self.device)
+        self.stream.begin()  # memory is taken and filled in its order
         self._ahead = deque(copy.copy(attention) for _ in range(3))
         self._prepared: tuple[Rows, Prepared] | None = None
         self.ran: Prepared | None = None
@@ -243,6 +244,7 @@ class Runtime:
 
     def close(self) -> None:
         """Lets go of what outlives a pass. May be called twice."""
+        self.stream.close()
 
     def _ready(self, rows: Rows) -> Prepared:
         """What `prepare` made of these very rows, with their tokens now; else it is made here."""

@@ -93,7 +93,7 @@ class Stream(Protocol):
         ...
 
     def begin(self) -> None:
-        """A step begins: what the calling thread does itself comes in order with submitted work."""
+        """From now on what the calling thread does itself comes in order with submitted work."""
         ...
 
     def submit(self, work: Work[Any]) -> None:
