@@ -22,7 +22,7 @@ reads: Counter[str] = Counter()
 _READS = {"tolist", "item", "__bool__", "__int__", "__float__", "__index__", "nonzero", "unique"}
 _FORBIDDEN = {"numpy", "data_ptr", "__array__", "untyped_storage", "storage"}
 _INDEXING = {"__getitem__", "__setitem__"}
-"""These take the host's numbers, too."""
+"""Of what lies on a GPU by numbers of the host, too."""
 _raw = torch._C.DisableTorchFunctionSubclass
 
 
@@ -51,7 +51,9 @@ def _call(func, args, kwargs):
     if there and (name in _READS or name == "cpu" or (away and not kwargs.get("non_blocking"))):
         reads[name] += 1
     mixed = [x for x in operands if not isinstance(x, OnGpu) and x.ndim]
-    if there and mixed and name not in (*_INDEXING, "copy_", "set_", "to"):
+    if name in _INDEXING and isinstance(args[0], OnGpu):
+        mixed = []
+    if there and mixed and name not in ("copy_", "to"):
         raise RuntimeError(f"{name}: operands on the CPU and on a GPU")
     with _raw():
         out = func(*_map(_plain, args), **_map(_plain, kwargs))
