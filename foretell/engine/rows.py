@@ -103,15 +103,16 @@ def final(
     ]
     if not seen:
         return None
-    rows: list[int] = []
-    for i in seen:
-        accepted = items[i].sequence.num_computed - starts[i] - items[i].num_run
-        rows.extend(range(spans[i].row, spans[i].row + items[i].num_run))
-        if accepted:
-            root, outcome = spans[i].row + items[i].num_run - 1, outcomes[i]
-            assert outcome is not None
-            rows.extend(root + node for node in outcome.path[:accepted])
-    if features is not None and len(rows) < len(features):  # ascending: else they are all
+    count = sum(items[i].sequence.num_computed - starts[i] for i in seen)
+    if features is not None and count < len(features):  # ascending: else they are all
+        rows: list[int] = []
+        for i in seen:
+            accepted = items[i].sequence.num_computed - starts[i] - items[i].num_run
+            rows.extend(range(spans[i].row, spans[i].row + items[i].num_run))
+            if accepted:
+                root, outcome = spans[i].row + items[i].num_run - 1, outcomes[i]
+                assert outcome is not None
+                rows.extend(root + node for node in outcome.path[:accepted])
         features = features[rows]
     return Commit(
         [items[i].sequence for i in seen],

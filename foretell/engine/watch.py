@@ -53,6 +53,11 @@ class Watch:
         self.refills = lazy and drafter.needs.kv is not None and not self.with_features
         """Can it fill in KV for tokens alone, so that pages may be shared without?"""
         self._late: dict[int, _Late] = {}  # by slot
+        self._alike: list[Sequence] = []
+        self._spare = 0
+        """Whom the last step that was looked at was about; steps of one token each that need not be
+        looked at while it is they."""
+        self._unsorted: list[Tensor] = []  # [B, F] each: theirs
 
     def note(self, commit: Commit, soon: SequenceOf[Sequence] = ()) -> Commit | None:
         """Takes in what became final.
@@ -63,10 +68,19 @@ class Watch:
         Returns:
             What the drafter must be shown now, before anything else; it counts as shown.
         """
+        own = self.own_features(commit.features)
         if not self.lazy:
-            return self._own(commit)
+            return Commit(commit.sequences, commit.starts, commit.tokens, own)
+        if commit.sequences == self._alike and not soon:
+            if own is None:
+                return None
+            ended = any(sequence.finished for sequence in self._alike)
+            if self._spare > 0 and len(own) == len(self._alike) and not ended:
+                self._spare -= 1
+                self._unsorted.append(own)
+                return None
+        self._sort()
         urgent: list[Sequence] = []
-        own = self._own(commit).features
         sizes = [len(tokens) - 1 for tokens in commit.tokens]
         parts: SequenceOf[Tensor | None]
         parts = [None] * len(sizes) if own is None else torch.split_with_sizes(own, sizes)
@@ -81,10 +95,22 @@ class Watch:
                 many = sequence.num_computed - late.seen >= MOST_FEATURES
                 if many or (sequence.finished and self.drafter.needs.kv):
                     urgent.append(sequence)
-        return self.missing([*urgent, *(s for s in soon if not s.finished and s not in urgent)])
+        soon = [s for s in soon if not s.finished and s not in urgent]
+        shown = self.missing([*urgent, *soon])
+        self._alike = commit.sequences
+        self._spare = MOST_FEATURES - 1 - max(map(self.behind, self._alike))
+        return shown
+
+    def _sort(self) -> None:
+        """Gives sequences the features of steps that were not looked at."""
+        if self._unsorted:
+            for sequence, part in zip(self._alike, torch.stack(self._unsorted, 1), strict=True):
+                self._late[sequence.slot].features.append(part)
+            self._unsorted = []
 
     def skip(self, commit: Commit) -> None:
         """What became final was shown already; the drafter had not been behind."""
+        self._sort()
         for sequence in commit.sequences:
             late = self._late.get(sequence.slot)
             if late is not None and late.sequence is sequence:
@@ -107,6 +133,7 @@ class Watch:
         """What the drafter has yet to be shown of these, `MOST_ROWS` tokens at most, the shortest
         first; None for nothing. From now on it counts as shown.
         """
+        self._sort()
         room, shown = MOST_ROWS, list[tuple[_Late, int]]()
         for sequence in sorted(sequences, key=self.behind):
             late, count = self._late.get(sequence.slot), min(room, self.behind(sequence))
@@ -138,12 +165,10 @@ class Watch:
 
     def forget(self, slots: list[int]) -> None:
         """Sequences left these slots; the drafter itself is told by others."""
+        self._sort()
+        self._alike = []
         for slot in slots:
             self._late.pop(slot, None)
-
-    def _own(self, commit: Commit) -> Commit:
-        features = self.own_features(commit.features)
-        return Commit(commit.sequences, commit.starts, commit.tokens, features)
 
     def own_features(self, features: Tensor | None) -> Tensor | None:
         """This drafter's part [R, F] of what was tapped."""

@@ -25,8 +25,6 @@ from foretell.models.sharding import Ranks, Shard, Sliced
 from foretell.models.tokenizer import Tokenizer
 from foretell.progress import progress_bar
 
-_CPU = torch.device("cpu")
-
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -86,7 +84,7 @@ def load(
     accept: Callable[[ModelConfig], None] = lambda config: None,
     progress: bool = True,
     ranks: Ranks | None = None,
-    device: torch.device = _CPU,
+    device: torch.device | None = None,
 ) -> LoadedModel:
     """Loads a model, or this rank's part of one.
 
@@ -97,7 +95,7 @@ def load(
         accept: called before any weight is read; refuses by a ValueError.
         progress: show a bar on stderr where converting takes over two seconds.
         ranks: those that the model is spread over; only this one's slices are read.
-        device: where it is to lie.
+        device: where it is to lie, if not on the CPU.
 
     Raises:
         ValueError: nothing there, an unsupported model, or a tensor that is missing, left over,
@@ -125,8 +123,8 @@ def load(
     return LoadedModel(model, config, path, kind, wishes)
 
 
-def _on(device: torch.device, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
+def _on(device: torch.device | None, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return {name: tensor.to(device=device) for name, tensor in tensors.items()}
 
 
 def open_source(path: Path) -> tuple[Source, ModelConfig]:

@@ -10,14 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from foretell.attention.base import Attention
 from foretell.attention.blocked import BlockedAttention
 from foretell.attention.compiler import have_compiler
 from foretell.attention.cpu import CpuAttention
-from foretell.attention.reference import ReferenceAttention
 from foretell.config import EngineConfig
 from foretell.models.head import Head
 from foretell.models.loader import LoadedModel
@@ -34,13 +32,6 @@ from foretell.spec.shape import has_filters
 from foretell.spec.tree import MAX_NODES, TokenTree
 
 T = TypeVar("T")
-
-
-def attention_on(device: torch.device) -> Attention:
-    """The fastest backend there is."""
-    if device.type != "cpu":
-        return BlockedAttention()
-    return CpuAttention() if have_compiler() else ReferenceAttention()
 
 
 @dataclass(frozen=True)
@@ -87,6 +78,7 @@ class Runtime:
         self.device = target.device
         self.stream = stream or stream_on(self.device)
         self.stream.begin()  # memory is taken and filled in its order
+        target.model.rope.reserve(max_model_len + MAX_NODES + 1, whole=True)
         self._ahead = deque(copy.copy(attention) for _ in range(3))
         self._prepared: tuple[Rows, Prepared] | None = None
         self.ran: Prepared | None = None
@@ -99,9 +91,7 @@ class Runtime:
         self.kv: KVPool | None = None
         # Behind the last root there may be scratch cells of a whole tree, and one more: the place
         # of the token that a pass adds.
-        places = max_model_len + MAX_NODES
-        target.model.rope.reserve(places + 1, whole=True)
-        width = -(-places // page_size)
+        width = -(-(max_model_len + MAX_NODES) // page_size)
         self.page_table = np.full((max_num_seqs, width), -1, dtype=np.int32)
 
     @classmethod
@@ -109,7 +99,9 @@ class Runtime:
         """The runtime that a configuration asks for."""
         return cls(
             target,
-            attention_on(target.device),
+            CpuAttention()
+            if target.device.type == "cpu" and have_compiler()
+            else BlockedAttention(),
             max_num_seqs=config.max_num_seqs,
             max_model_len=config.max_model_len or target.config.max_position_embeddings,
             page_size=config.page_size,

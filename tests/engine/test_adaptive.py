@@ -155,6 +155,40 @@ def test_a_head_that_is_off_keeps_few_features_and_its_pages():
     tiny.check_idle(llm)
 
 
+@pytest.mark.parametrize("name", ["eagle-norms", "eagle3"])
+def test_a_head_that_was_off_knows_what_one_that_watched_does(name):
+    """Of several answers that begin and end at different times; and while it was off, steps were
+    not looked at answer by answer."""
+    logits, looks = [], []
+    for adaptive in ("true", "false"):
+        llm = tiny.llm(f"{heads.scheme(name)},k=3,adaptive={adaptive}", max_num_seqs=3)
+        engine, drafting = llm.engine, llm.engine.drafting
+        engine.scheduler.budget, missing = Never(), drafting.watches[0].missing
+        looks.append(0)
+
+        def look(sequences, missing=missing):
+            looks[-1] += 1
+            return missing(sequences)
+
+        drafting.watches[0].missing = look
+        lengths = (60, 8, 70, 70)
+        params = [tiny.greedy(max_tokens=n, ignore_eos=True) for n in lengths]
+        pairs = zip(PROMPTS, params, strict=False)
+        asked = [llm.sequences(prompt, each, True)[0] for prompt, each in pairs]
+        with torch.inference_mode():
+            for sequence in asked:
+                engine.add(sequence)
+            for _ in range(50):
+                engine.step()
+            running = engine.scheduler.running
+            assert len(running) == 3
+            drafting._catch_up(0, running)
+        slots = [sequence.slot for sequence in running]
+        logits.append(drafting.drafters[0]._logits[slots])
+    assert torch.equal(*logits)
+    assert looks[0] < 20
+
+
 def fix_costs(monkeypatch) -> None:
     """A clock of its own for the controller: what it learns does not depend on the machine."""
     target, propose, observe = Costs.learn_target, Costs.learn_propose, Costs.learn_observe
