@@ -119,6 +119,11 @@ class _Without(LoadedModel):
 
     ends = cast(Any, (None, _Outer()))
 
+    @property
+    def device(self) -> torch.device:
+        """Where what is read of the head lies."""
+        return torch.device("cpu")
+
 
 def open_head(method: str, path: Path, target: FrozenTarget) -> Trainable:
     """A head from its directory, in any layout that the engine reads.
