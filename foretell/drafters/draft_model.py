@@ -66,8 +66,7 @@ class DraftModel(Drafter):
     def __init__(self, config: SpeculationConfig, runtime: DraftRuntime) -> None:
         super().__init__(config, runtime)
         self.draft = self._load()
-        shape, places = self.draft.config, runtime.max_model_len + MAX_NODES + 1
-        self.draft.model.rope.reserve(places, whole=True)
+        shape = self.draft.config
         self.shape = self.options.shape(config.k)
         self.vocab_size = min(shape.vocab_size, runtime.vocab_size)
         self.limit = min(shape.max_position_embeddings, runtime.max_model_len)
@@ -83,6 +82,7 @@ class DraftModel(Drafter):
         )  # [slots, V]
 
     def warm(self) -> None:
+        self.draft.model.rope.reserve(self.runtime.max_model_len + MAX_NODES + 1, whole=True)
         self.runtime.forward(self.draft.model, run_rows([0], [0], [[0]]))
 
     def observe(self, commit: Commit) -> None:
@@ -141,7 +141,7 @@ class DraftModel(Drafter):
             self._slots.pop(slot, None)
 
     def _load(self) -> LoadedModel:
-        target: LoadedModel = self.runtime.target
+        runtime, target = self.runtime, self.runtime.target
         same = self.options.weights == "target"
         if same and target.is_whole:
             return target
@@ -149,7 +149,7 @@ class DraftModel(Drafter):
         weights = self.options.weights or ("int4" if own else "int8")
         weights = target.weights if same else weights
         spec = str(target.path) if own else self.options.model
-        draft = load(spec, weights, max_model_len=self.runtime.max_model_len, device=target.device)
+        draft = load(spec, weights, max_model_len=runtime.max_model_len, device=runtime.device)
         if own:
             return draft
         check_same_vocabulary(target.tokenizer, draft.tokenizer)

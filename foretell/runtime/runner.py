@@ -97,11 +97,10 @@ class Runtime:
     @classmethod
     def of(cls, config: EngineConfig, target: LoadedModel, **more: Any) -> Self:
         """The runtime that a configuration asks for."""
+        compiled = target.device.type == "cpu" and have_compiler()
         return cls(
             target,
-            CpuAttention()
-            if target.device.type == "cpu" and have_compiler()
-            else BlockedAttention(),
+            CpuAttention() if compiled else BlockedAttention(),
             max_num_seqs=config.max_num_seqs,
             max_model_len=config.max_model_len or target.config.max_position_embeddings,
             page_size=config.page_size,

@@ -277,7 +277,8 @@ def _fields(config: Any) -> dict[str, Any]:
 
 def application(engine: EngineConfig, server: ServerConfig) -> Any:
     """The router bound to its replicas, for `ray.serve.run`. A replica takes ``engine.threads``
-    CPUs (1 if not given); from ``server.replicas`` to ``server.max_replicas`` of them run."""
+    CPUs (1 if not given), and a GPU for each rank where they run on GPUs; from ``server.replicas``
+    to ``server.max_replicas`` of them run."""
     name = server.served_model_name or Path(engine.model).name
     server = dataclasses.replace(server, served_model_name=name)
     scaled = dict[str, Any](num_replicas=server.replicas)
@@ -293,11 +294,12 @@ def application(engine: EngineConfig, server: ServerConfig) -> Any:
                 "policy": policy,
             }
         }
+    gpus = engine.tensor_parallel if engine.device == "cuda" else 0
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)  # replicas log requests
     replica = serve.deployment(
         Replica,
         name="replica",
-        ray_actor_options={"num_cpus": engine.threads or 1},
+        ray_actor_options={"num_cpus": engine.threads or 1, "num_gpus": gpus},
         logging_config=quiet,
         # More than an engine takes on: it is the engine that refuses what is too much.
         max_ongoing_requests=2 * (engine.max_num_seqs + server.max_queue),

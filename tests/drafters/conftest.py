@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from foretell.drafters import draft_model
 from tests.drafters.tiny import loaded
@@ -15,7 +16,9 @@ def tiny_loader(monkeypatch: pytest.MonkeyPatch) -> dict[str, SimpleNamespace]:
     """`load` finds tiny models by name; without a model it is the target, perturbed."""
     models = {"other": loaded(seed=2)}
 
-    def load(spec: str, weights: str, *, max_model_len: int) -> SimpleNamespace:
+    def load(
+        spec: str, weights: str, *, max_model_len: int, device: torch.device
+    ) -> SimpleNamespace:
         return models.get(spec) or loaded(seed=3)
 
     def check(a: str, b: str) -> None:
