@@ -465,6 +465,16 @@ def test_the_kuberay_example_builds_the_application():
         build({"modle": "x"})
 
 
+@pytest.mark.parametrize(("device", "gpus"), [("cpu", 0), ("cuda", 2)])
+def test_a_replica_asks_for_what_its_ranks_need(device, gpus):
+    from foretell.server.ray_app import application
+
+    engine = EngineConfig(device=device, tensor_parallel=2, threads=3)
+    router = application(engine, ServerConfig())._bound_deployment
+    needs = router.init_args[0]._bound_deployment.ray_actor_options
+    assert (needs["num_cpus"], needs["num_gpus"]) == (3, gpus)
+
+
 def test_without_ray_the_command_says_what_to_install(monkeypatch):
     from foretell.cli import main
 
