@@ -20,7 +20,7 @@ GPU = torch.device("cuda", 0)
 reads: Counter[str] = Counter()
 """Numbers that the host has asked for, by function."""
 _READS = {"tolist", "item", "__bool__", "__int__", "__float__", "__index__", "nonzero", "unique"}
-_FORBIDDEN = {"numpy", "data_ptr", "__array__", "untyped_storage", "storage"}
+_FORBIDDEN = {"numpy", "data_ptr", "__array__"}
 _INDEXING = {"__getitem__", "__setitem__"}
 """Of what lies on a GPU by numbers of the host, too."""
 _raw = torch._C.DisableTorchFunctionSubclass
