@@ -216,7 +216,10 @@ class Eagle(Drafter):
             commit.sequences, commit.starts, commit.tokens, strict=True
         ):
             slot = self._slots.get(sequence.slot)
-            if slot is not None and slot.sequence is sequence and slot.filled == start:
+            if slot is None or slot.sequence is not sequence:
+                # Its prompt's pages were shared but for the root: nobody had to show it before.
+                slot = self._slots[sequence.slot] = _Slot(sequence, start)
+            if slot.filled == start:
                 slot.filled += len(tokens) - 1
 
     def forget(self, slots: list[int]) -> None:

@@ -102,6 +102,22 @@ def test_single_tokens_go_their_own_way(scheme, monkeypatch):
         assert max(found) > 4
 
 
+@pytest.mark.parametrize("scheme", SINGLE, ids=named)
+def test_a_prompt_that_was_cached_up_to_its_last_token_is_drafted_for(scheme, monkeypatch):
+    """Its first step has one row and goes the way of single tokens at once."""
+    found, alone, llm = ways(monkeypatch), tiny.llm(scheme), beside(tiny.llm(scheme))
+    prompt = [5, 9, 11, 5, 9, 11, 5, 9, 11]
+    assert len(prompt) % alone.config.page_size == 1
+    for _ in range(2):
+        found.clear()
+        [want], [got] = (e.generate([prompt], tiny.greedy(max_tokens=60)) for e in (alone, llm))
+        assert got.token_ids == want.token_ids
+        assert got.stats.drafted > 20
+        assert (got.stats.drafted, got.stats.accepted) == (want.stats.drafted, want.stats.accepted)
+        assert len(found) > 0.8 * got.stats.num_passes
+    settled(llm)
+
+
 @pytest.mark.parametrize(
     ("options", "params"),
     [
