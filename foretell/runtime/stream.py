@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -16,6 +17,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 T = TypeVar("T")
+_GRACE = 5.0
+"""Seconds that work under way gets when nobody needs its thread any more."""
 
 
 class Work(Generic[T]):
@@ -153,6 +156,8 @@ class Worker:
         # A daemon: a pass that hangs must not keep the program from ending.
         self._thread = threading.Thread(target=_run, args=(self._queue,), name=name, daemon=True)
         self._thread.start()
+        # Python would end it in the middle of torch when the program ends, which aborts.
+        weakref.finalize(self, _stop, self._queue, self._thread)
 
     @property
     def here(self) -> bool:
@@ -180,6 +185,12 @@ class Worker:
 
     def close(self) -> None:
         self._queue.put(None)
+
+
+def _stop(queue: SimpleQueue[Work[Any] | None], thread: threading.Thread) -> None:
+    queue.put(None)
+    if thread is not threading.current_thread():
+        thread.join(_GRACE)
 
 
 @torch.inference_mode()

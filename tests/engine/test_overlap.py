@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import random
 import re
+import subprocess
+import sys
 import threading
 import time
 from contextlib import nullcontext
@@ -116,6 +118,21 @@ def test_a_prompt_that_was_cached_up_to_its_last_token_is_drafted_for(scheme, mo
         assert (got.stats.drafted, got.stats.accepted) == (want.stats.drafted, want.stats.accepted)
         assert len(found) > 0.8 * got.stats.num_passes
     settled(llm)
+
+
+ENDS = """
+from tests import tiny
+from tests.engine.test_overlap import SINGLE, beside
+llm = beside(tiny.llm(SINGLE[0]))
+llm.generate([[3, 4, 5]], tiny.greedy())
+print("over")
+"""
+
+
+def test_a_program_ends_in_peace_with_work_left_behind():
+    """Nothing was closed, and a head's pass may be under way."""
+    run = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=300)
+    assert (run.returncode, run.stdout.strip()) == (0, "over"), run.stderr
 
 
 @pytest.mark.parametrize(
