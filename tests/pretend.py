@@ -1,7 +1,7 @@
 """A GPU where there is none: tensors that say that they lie on one, and must be treated so.
 
 They are the CPU's own, so numbers can be compared. What a GPU would not let pass raises: operands
-in different places, addresses and numpy. What makes the host wait for it is counted (`reads`).
+in different places, addresses and numpy. What makes the host wait for it is counted (`waits`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from foretell.runtime.stream import Inline
 
 GPU = torch.device("cuda", 0)
-reads: Counter[str] = Counter()
-"""Numbers that the host has asked for, by function."""
+waits: Counter[str] = Counter()
+"""How often the host had to wait for it, by function: numbers that it asked for, or how many a mask
+picks, and what it sent otherwise than by `foretell.placed.put`."""
 _READS = {"tolist", "item", "__bool__", "__int__", "__float__", "__index__", "nonzero", "unique"}
 _FORBIDDEN = {"numpy", "data_ptr", "__array__"}
 _INDEXING = {"__getitem__", "__setitem__"}
@@ -47,9 +48,12 @@ def _call(func, args, kwargs):
         return args[0]
     kwargs.pop("pin_memory", None)
     args, kwargs, goes = _placed(name, args, kwargs)
-    away = goes is not None and goes.type == "cpu"
-    if there and (name in _READS or name == "cpu" or (away and not kwargs.get("non_blocking"))):
-        reads[name] += 1
+    away, soon = goes is not None and goes.type == "cpu", kwargs.get("non_blocking")
+    sent = goes is not None and goes.type == "cuda" and name in ("to", "tensor", "as_tensor")
+    picked = name in _INDEXING and isinstance(args[0], OnGpu) and _picks(args[1])
+    read = there and (name in _READS or name == "cpu" or (away and not soon))
+    if read or picked or (sent and not there and not soon):
+        waits[name] += 1
     mixed = [x for x in operands if not isinstance(x, OnGpu) and x.ndim]
     if name in _INDEXING and isinstance(args[0], OnGpu):
         mixed = []
@@ -76,6 +80,15 @@ def _placed(name, args, kwargs):
     if goes is not None and "device" in kwargs:
         kwargs["device"] = torch.device("cpu")
     return args, kwargs, goes
+
+
+def _picks(index) -> bool:
+    """Does an index hold numbers of the host, or a mask?"""
+    if isinstance(index, tuple):
+        return any(map(_picks, index))
+    if isinstance(index, Tensor):
+        return not isinstance(index, OnGpu) or _plain(index).dtype == torch.bool
+    return isinstance(index, list)
 
 
 def _tensors(values) -> list[Tensor]:

@@ -24,7 +24,7 @@ from foretell.sequence import Sequence
 from foretell.spec.draft_vocab import DraftVocab
 from foretell.spec.drafter import Ask, Commit, Drafter, DraftRuntime, Needs, Rows, run_rows
 from foretell.spec.grow_tree import Frontier, frontier_rows, grow_tree
-from foretell.spec.tree import MAX_NODES, TokenTree, roots
+from foretell.spec.tree import TokenTree, roots
 from foretell.spec.tree_shape import TreeOptions
 
 
@@ -82,7 +82,6 @@ class DraftModel(Drafter):
         )  # [slots, V]
 
     def warm(self) -> None:
-        self.draft.model.rope.reserve(self.runtime.max_model_len + MAX_NODES + 1, whole=True)
         self.runtime.forward(self.draft.model, run_rows([0], [0], [[0]]))
 
     def observe(self, commit: Commit) -> None:

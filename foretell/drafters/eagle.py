@@ -26,12 +26,13 @@ from foretell.models.head_formats import LoadedHead, load_eagle
 from foretell.models.hub import packaged_head, resolve
 from foretell.models.loader import LoadedModel
 from foretell.models.trainable import TrainableHead
+from foretell.placed import put
 from foretell.sequence import SamplingParams, Sequence
 from foretell.spec.drafter import Ask, Commit, Drafter, DraftRuntime, Needs, run_rows
 from foretell.spec.grow_tree import Frontier, first_tokens, frontier_rows, grow_tree
 from foretell.spec.losses import judge
 from foretell.spec.training import Loss, Rule, TrainingBatch
-from foretell.spec.tree import MAX_NODES, TokenTree, roots
+from foretell.spec.tree import TokenTree, roots
 from foretell.spec.tree_shape import TreeOptions
 
 _FILES = ("safetensors", "bin", "pt", "json")
@@ -125,7 +126,6 @@ class Eagle(Drafter):
         self._limit = sizes.max_position_embeddings
         self._slots: dict[int, _Slot] = {}
         size, device = runtime.max_num_seqs, runtime.device
-        self.head.rope.reserve(runtime.max_model_len + MAX_NODES + 1, whole=True)
         width = runtime.vocab_size if self.vocab.ids is None else len(self.vocab.ids)
         self._logits = torch.zeros(size, width, device=device)  # [slots, Vd]
         self._features = torch.zeros(size, sizes.hidden_size, device=device)  # [slots, H]
@@ -196,19 +196,21 @@ class Eagle(Drafter):
 
     def first(self, sequences: list[Sequence]) -> Tensor:
         """As `propose` with one node."""
-        carried = self._logits[[sequence.slot for sequence in sequences]]  # [B, Vd]
+        device = self._logits.device
+        carried = self._logits[put([sequence.slot for sequence in sequences], device)]  # [B, Vd]
         tokens = first_tokens(sequences, carried, self._noise, self.vocab)
         unready = [not self._ready(sequence) for sequence in sequences]
-        return tokens.masked_fill(torch.tensor(unready, device=tokens.device), -1)
+        return tokens.masked_fill(put(unready, device), -1)
 
     def follow(
         self, sequences: list[Sequence], tokens: Tensor, features: Tensor, outputs: Tensor
     ) -> None:
         """A row's token is what the target drew there, accepted draft or correction alike: the
         target's rows, shifted by one."""
+        self.head.rope.reserve(self.runtime.max_model_len + 1, whole=True)
         given = self.head.feature(features)  # [R, H]
         logits, following = self.runtime.follow_target(self.head, tokens, given, outputs)
-        carried = [sequence.slot for sequence in sequences]
+        carried = put([sequence.slot for sequence in sequences], tokens.device)
         self._logits[carried], self._features[carried] = logits, following
 
     def followed(self, commit: Commit) -> None:

@@ -57,6 +57,8 @@ def build_engine(
         )  # fmt: skip
     else:
         accept(target.config)
+        if config.device != "cpu" and target.device.type == "cpu":
+            raise ValueError(f"device={config.device}: the model given lies on the CPU")
     if leader is None:
         runtime = Runtime.of(config, target)
     else:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from foretell.models.config import ModelConfig
+from foretell.spec.tree import MAX_NODES
 
 
 def frequencies(config: ModelConfig, max_model_len: int | None = None) -> tuple[Tensor, float]:
@@ -99,7 +100,8 @@ class Rope:
         config: the model's.
         factors: [D/2] float32, frequencies are divided by them (GGUF's rope_freqs).
         max_model_len: context limit, see `frequencies`.
-        device: where the tables lie.
+        device: where the tables lie. On a GPU they are whole from the start, or positions would
+            have to be read from it.
     """
 
     __slots__ = ("_device", "_inverse", "_scale", "_whole", "cos", "sin")
@@ -112,11 +114,13 @@ class Rope:
         device: torch.device | None = None,
     ) -> None:
         self._inverse, self._scale = frequencies(config, max_model_len)
-        self._whole = False
+        self._whole = device is not None and device.type != "cpu"
         if factors is not None:
             self._inverse = self._inverse / factors.float().cpu()
         self._device = device
-        self.cos, self.sin = self._entries(0, min(config.max_position_embeddings, 2048))  # [P, D/2]
+        longest = config.max_position_embeddings
+        size = longest + MAX_NODES + 1 if self._whole else min(longest, 2048)
+        self.cos, self.sin = self._entries(0, size)  # [P, D/2]
 
     def cover(self, positions: Tensor) -> None:
         """Makes the tables long enough for positions [R]."""

@@ -86,4 +86,5 @@ def _passed(work: Work[Any], start: Any, end: Any, timeout: float | None) -> boo
     seconds = start.elapsed_time(end) / 1e3
     work.end = time.perf_counter() if waited else max(work.end, work.start + seconds)
     work.start = max(work.start, work.end - seconds)
+    work.fence = None  # passed once for all; and nothing holds on to itself
     return True

@@ -78,7 +78,6 @@ class Runtime:
         self.device = target.device
         self.stream = stream or stream_on(self.device)
         self.stream.begin()  # memory is taken and filled in its order
-        target.model.rope.reserve(max_model_len + MAX_NODES + 1, whole=True)
         self._ahead = deque(copy.copy(attention) for _ in range(3))
         self._prepared: tuple[Rows, Prepared] | None = None
         self.ran: Prepared | None = None

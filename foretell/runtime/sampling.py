@@ -161,13 +161,13 @@ def draw(
     choices = spec_shape.drawable(shaped)
     sampled = [r for r, is_greedy in enumerate(greedy) if not is_greedy]
     if sampled:
-        part = shaped if len(sampled) == len(greedy) else shaped[put(sampled, shaped.device)]
+        at = put(sampled, shaped.device)
+        part = shaped if len(sampled) == len(greedy) else shaped[at]
         some = [seeds[r] for r in sampled], [positions[r] for r in sampled]
         if part.device.type == "cpu" and have_compiler():
             from foretell.runtime.noise_cpu import gumbel_argmax  # compiled; slow to import
         else:
             from foretell.spec.noise import gumbel_argmax
-        at = put(sampled, shaped.device)
         choices[at] = torch.where(choices[at] >= 0, gumbel_argmax(part, *some), -1)
     return choices
 

@@ -29,6 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from foretell.placed import put
 from foretell.sequence import Sequence
 from foretell.spec.draft_vocab import DraftVocab
 from foretell.spec.drafter import Ask, Rows
@@ -167,8 +168,8 @@ def first_tokens(
     if noisy:
         some = [sequences[b] for b in noisy]
         g = noise([s.seed for s in some], [len(s.tokens) for s in some])
-        scores = scores.clone()
-        scores[noisy] += g[:, : scores.shape[1]]
+        scores, at = scores.clone(), put(noisy, scores.device)
+        scores[at] += g[:, : scores.shape[1]]
     best = drawable(scores)
     return best if vocab.ids is None else torch.where(best < 0, best, vocab.ids[best])
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foretell.placed import put
 from foretell.sequence import SamplingParams
 
 _FIRST_LOOK = 128  # likeliest tokens looked at first for top-p; most nuclei are smaller
@@ -90,24 +91,26 @@ def filtered(logits: Tensor, params: SequenceOf[SamplingParams]) -> Tensor:
     if not rows:
         return logits
     everything = len(rows) == len(params)
-    part = logits if everything else logits[rows]
+    part = logits if everything else logits[put(rows, logits.device)]
     some = [params[r] for r in rows]
 
     top = part.amax(-1, keepdim=True)
-    warm = torch.tensor([p.temperature != 1 for p in some], device=part.device)[:, None]
+    warm = put([p.temperature != 1 for p in some], part.device)[:, None]
     # shifted by the maximum first, so that no temperature overflows
     shift = torch.where(warm & top.isfinite(), top, 0.0)
-    heat = torch.tensor([p.temperature for p in some], dtype=torch.float64, device=part.device)
+    heat = put([p.temperature for p in some], part.device, torch.float64)
     part = (part - shift) / heat.to(part.dtype).clamp_min_(1e-30)[:, None]
 
     if any(p.min_p for p in some):
-        floor = torch.tensor([p.min_p for p in some], dtype=part.dtype, device=part.device).log()
+        floor = put([p.min_p for p in some], part.device, part.dtype).log()
         part = part.masked_fill(part < part.amax(-1, keepdim=True) + floor[:, None], -torch.inf)
     narrow = [i for i, p in enumerate(some) if p.top_k or p.top_p < 1]
     if narrow:
         kept = _keep_likeliest(part[narrow], [some[i] for i in narrow])
-        part = kept if len(narrow) == len(some) else part.index_copy(0, _index(narrow, part), kept)
-    return part if everything else logits.index_copy(0, _index(rows, part), part)
+        part = (
+            kept if len(narrow) == len(some) else part.index_copy(0, put(narrow, part.device), kept)
+        )
+    return part if everything else logits.index_copy(0, put(rows, part.device), part)
 
 
 def law(logits: Tensor, params: SequenceOf[SamplingParams]) -> Tensor:
@@ -153,7 +156,7 @@ def _keep_likeliest(logits: Tensor, params: SequenceOf[SamplingParams]) -> Tenso
         if sound[r] and count <= width:
             last[r] = best[r, count - 1]
     kept = logits >= last
-    wanted = torch.tensor(counts, device=kept.device)
+    wanted = put(counts, kept.device)
     surplus = cast(list[int], (kept.sum(-1) - wanted).tolist())
     out = logits.masked_fill(logits < last, -torch.inf)
     for r, extra in enumerate(surplus):
@@ -174,7 +177,3 @@ def _falling(row: Tensor) -> Tensor:
     if row.device.type == "cpu":
         return torch.from_numpy(np.sort(row.neg().numpy())).neg_()
     return row.sort(descending=True).values
-
-
-def _index(rows: list[int], like: Tensor) -> Tensor:
-    return torch.tensor(rows, device=like.device)

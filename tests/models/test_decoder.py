@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from foretell.attention.cpu import CpuAttention
-from foretell.attention.reference import ReferenceAttention
 from foretell.models.loader import load
 from tests.models.tiny import DEEPSEEK, KINDS, Cache, every_thread, make, save
+from tests.reference import ReferenceAttention
 
 TOKENS = torch.randint(3, 96, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 PARENTS = [-1, 0, 0, 1, 1, 2, 5, 3]

@@ -8,10 +8,10 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 
-from foretell.attention.reference import ReferenceAttention
 from foretell.models.gguf import _INNER, _OUTER, GGUF, hf_name
 from foretell.models.loader import load, open_source
 from tests.models.tiny import Cache, make
+from tests.reference import ReferenceAttention
 
 TOKENS = list(range(3, 23))
 ARCHITECTURES = {"llama": "llama", "smollm2": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from foretell.attention.reference import ReferenceAttention
 from foretell.models.loader import load
 from tests.models.tiny import Cache, make, save
+from tests.reference import ReferenceAttention
 
 TOKENS = list(range(3, 23))
 

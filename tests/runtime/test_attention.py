@@ -14,8 +14,8 @@ from torch import Tensor
 from foretell.attention.base import Attention, Layout
 from foretell.attention.blocked import BlockedAttention
 from foretell.attention.cpu import CpuAttention
-from foretell.attention.reference import ReferenceAttention
 from foretell.spec.tree import ancestors, depths
+from tests.reference import ReferenceAttention
 
 
 def i32(values: list[int]) -> Tensor:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from foretell.attention.reference import ReferenceAttention
 from foretell.cli import main
 from foretell.files import alone
 from foretell.models.loader import load
@@ -21,6 +20,7 @@ from foretell.train.config import FeaturesConfig
 from foretell.train.features import compute_features, open_batches, plan_features
 from tests import tiny
 from tests.models.tiny import Cache
+from tests.reference import ReferenceAttention
 from tests.train import rig
 
 TAPS = (0, -1)
