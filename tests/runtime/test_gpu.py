@@ -236,6 +236,7 @@ def test_work_is_over_when_the_device_has_done_it(stream):
     assert thread != threading.get_ident()
     assert Here.current[thread] is Here.current[threading.get_ident()]
     assert work.end - work.start == pytest.approx(Event.seconds, abs=0.2)
+    assert work.fence is None, "it would hold on to itself, and to what came of it"
 
 
 def test_an_error_comes_with_the_wait(stream):
