@@ -85,6 +85,15 @@ def eagle(
     return tensors, SIZES | {"vocab_size": vocab} | dict.fromkeys(flags, True)
 
 
+def wide_eagle() -> tuple[Tensors, dict[str, Any]]:
+    """Our own that reads two layers besides the last state."""
+    tensors, config = eagle(norms=True)
+    g = torch.Generator().manual_seed(7)
+    norms = {f"fc_norm.{i}.weight": _norm(g, HIDDEN) for i in range(3)}
+    tensors |= {"fuse.weight": _draw(g, HIDDEN, 3 * HIDDEN), **norms}
+    return tensors, config | {"foretell_taps": [1, 0, -1], "fc_norm": True}
+
+
 def eagle3(
     draft_vocab: int = 0, seed: int = 0, vocab: int = tiny.VOCAB
 ) -> tuple[Tensors, dict[str, Any]]:
@@ -247,15 +256,17 @@ class Plain:
         return wide, normed if self.config.get("norm_output") else x
 
     def fuse(self, tapped: Tensor) -> Tensor:
-        """What EAGLE-3 makes of the target's layers [T, 3 H]; others read one as it is."""
-        if "fc.weight" not in self.t or not self.kind.startswith("eagle3"):
+        """What EAGLE-3 makes of the target's layers [T, 3 H], and EAGLE where it reads as many;
+        others read one as it is."""
+        fc = "fc.weight" if self.kind.startswith("eagle3") else "fuse.weight"
+        if fc not in self.t:
             return tapped
         if self.config.get("fc_norm"):
             parts = [self._rms(p, f"fc_norm.{i}") for i, p in enumerate(tapped.chunk(3, 1))]
             tapped = torch.cat(parts, 1)
         if self.config.get("norm_before_fc"):
             tapped = self._rms(tapped, "input_norm")
-        return tapped @ self.t["fc.weight"].T
+        return tapped @ self.t[fc].T
 
     def _rms(self, x: Tensor, name: str) -> Tensor:
         weight = self.t[f"{name}.weight"] + (1 if self.kind == "mtp-qwen" else 0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -53,7 +53,8 @@ def load_eagle(
 ) -> LoadedHead:  # fmt: skip
     """EAGLE and EAGLE-2 (yuhuili/EAGLE-*), HASS, speculators' first format, and our own, whose
     config names its norms: ``norm_embed``, ``norm_hidden``, ``norm_attn``, ``norm_out``, and
-    ``norm_output`` where the normed state is the next feature.
+    ``norm_output`` where the normed state is the next feature; and, where it reads more than the
+    last state, the layers (``foretell_taps``), which ``fuse`` makes one feature as EAGLE-3 does.
 
     Args:
         ranks: those that the head is spread over: only this one's part is read.
@@ -91,9 +92,16 @@ def load_eagle(
     for i in range(1, config.num_layers):
         layers.append(reader.layer(f"{root}layers.{i}.", config))
     ids = own_ids(names, settings, draft_vocab, path, target.config.vocab_size)
+    taps = _listed(settings.get("foretell_taps") or [-1], "foretell_taps", path)
+    if taps[-1] != -1 or not all(0 <= tap < target.config.num_layers for tap in taps[:-1]):
+        raise ValueError(
+            f"{path}: foretell_taps={[*taps]}: must be layers of the target, which has "
+            f"{target.config.num_layers}, and -1 behind them"
+        )
     head = Head(
         config=config,
         layers=layers,
+        fuse=_fusion(settings, reader, root, "fuse", hidden, hidden, taps),
         **shared(target, ids, ranks),
         rope=Rope(config, device=target.device),
         mix=reader.linear({root + fc: hidden}, 2 * hidden, bias=bias),
@@ -105,7 +113,7 @@ def load_eagle(
     )
     names.finish()
     vocab = DraftVocab(target.config.vocab_size, ids, target.device)
-    return LoadedHead(head, (-1,), vocab, target.kv_dtype)
+    return LoadedHead(head, taps, vocab, target.kv_dtype)
 
 
 def load_eagle3(
@@ -131,7 +139,7 @@ def load_eagle3(
     hidden, vocab = config.hidden_size, target.config.vocab_size
     taps = _taps(settings, target.config.num_layers, path)
     width = target.config.hidden_size
-    fuse = _fusion(settings, reader, root, hidden, width, taps)
+    fuse = _fusion(settings, reader, root, "fc", hidden, width, taps)
     table = f"{root}embed_tokens.weight"
     if hidden == width:  # some exporters save a random one
         names.skip(table)
@@ -206,6 +214,7 @@ def _fusion(
     settings: dict[str, Any],
     reader: Reader,
     root: str,
+    fc: str,
     hidden: int,
     width: int,
     taps: tuple[int, ...],
@@ -225,7 +234,7 @@ def _fusion(
     inputs = len(taps) * width
     norms = [reader.norm(f"{root}fc_norm.{i}", width) for i in range(len(taps)) if fc_norm]
     return Fusion(
-        fc=reader.linear({f"{root}fc": hidden}, inputs),
+        fc=reader.linear({f"{root}{fc}": hidden}, inputs),
         part_norms=norms,
         norm=reader.norm(f"{root}input_norm", inputs) if norm_before_fc else None,
     )
@@ -239,14 +248,21 @@ def _taps(settings: dict[str, Any], num_layers: int, path: Path) -> tuple[int, .
         return (-1,)
     inputs = [2, num_layers // 2, num_layers - 3]
     given = settings.get("eagle_aux_hidden_state_layer_ids") or inputs
-    if not isinstance(given, list) or not all(type(i) is int for i in given):
-        raise ValueError(
-            f"{path}: eagle_aux_hidden_state_layer_ids={given!r}: must be layer numbers"
-        )
-    taps = tuple(given) if given[0] == 1 else tuple(i - 1 for i in given)
+    listed = _listed(given, "eagle_aux_hidden_state_layer_ids", path)
+    taps = listed if listed[0] == 1 else tuple(i - 1 for i in listed)
     if not all(0 <= tap < num_layers for tap in taps):
         raise ValueError(f"{path}: layers {given} of a target that has {num_layers}")
     return taps
+
+
+def _listed(given: Any, name: str, path: Path) -> tuple[int, ...]:
+    """
+    Raises:
+        ValueError: not layer numbers.
+    """
+    if not isinstance(given, list) or not all(type(i) is int for i in cast(list[Any], given)):
+        raise ValueError(f"{path}: {name}={given!r}: must be layer numbers")
+    return tuple(cast(list[int], given))
 
 
 def _d2t(

@@ -198,12 +198,11 @@ class TrainableHead(nn.Module):
         self.target, self.draft_ids = target.config.sizes, draft_ids
         hidden, width, mix = config.hidden_size, target.config.hidden_size, parts.mix
         all_taps = len(parts.taps) * width
-        fused = not mix and parts.taps != (-1,)
 
         def norm(wanted: bool, size: int = hidden) -> Norm | None:
             return rms_norm(config, size) if wanted else None
 
-        self.fuse = nn.Linear(all_taps, hidden, bias=False) if fused else None
+        self.fuse = nn.Linear(all_taps, hidden, bias=False) if parts.taps != (-1,) else None
         self.part_norms = nn.ModuleList(
             rms_norm(config, width) for _ in parts.taps if parts.fc_norm
         )

@@ -1,8 +1,8 @@
-"""Trainable heads and their directories: new ones, public ones opened, and ours written."""
+"""Trainable heads and their directories: public ones opened, and ours written."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,72 +38,6 @@ _LAYER = {
     "down": "mlp.down_proj",
 }
 """Parts of a layer and what checkpoints call them."""
-
-
-def new_head(
-    method: str,
-    target: FrozenTarget,
-    *,
-    norms: bool = True,
-    draft_ids: Tensor | None = None,
-    num_layers: int = 1,
-    num_heads: int = 4,
-    taps: tuple[int, ...] | None = None,
-    seed: int = 0,
-) -> Trainable:
-    """A head to be trained: fresh layers that add nothing yet, over the target's own feature.
-
-    Args:
-        norms: of an EAGLE head: with its norms restored (ours), or as published.
-        draft_ids: [Vd] the tokens it may propose, ascending; None: all.
-        num_layers: of an EAGLE, EAGLE-3 or MTP head, or of each Medusa head.
-        num_heads: of Medusa.
-        taps: of EAGLE-3: three of the target's layers by their outputs; by default 1, N/2 - 1 and
-            N - 4, as published.
-
-    Raises:
-        ValueError: a method that is not trained, or a size that makes no head.
-    """
-    for name, value in {"layers": num_layers, "heads": num_heads}.items():
-        if value < 1:
-            raise ValueError(f"{name}={value}: must be at least 1")
-    if method == "medusa":
-        return TrainableMedusa(target, num_heads, num_layers, draft_ids)
-    if method not in METHODS:
-        raise ValueError(f"method {method!r} is not trained: choose one of {', '.join(METHODS)}")
-    config = replace(target.config.dense, num_layers=num_layers, windows=None)
-    if method == "mtp" and num_layers > 1:
-        raise ValueError("an MTP module has one layer: leave layers out")
-    eagle3, depth = method == "eagle3", target.config.num_layers
-    if taps and (not eagle3 or not all(1 <= tap < depth for tap in taps)):
-        raise ValueError(f"taps={taps}: EAGLE-3 takes layers of the target, 1 to {depth - 1}")
-    default = tuple(max(0, layer) for layer in (1, depth // 2 - 1, depth - 4))
-    restored = norms or method != "eagle"
-    flags = dict.fromkeys(("norm_embed", "norm_hidden", "norm_attn", "norm_out"), restored)
-    parts = Parts(
-        taps=(taps or default) if eagle3 else (-1,), mix=not eagle3, **flags,
-        attention_bias=config.attention_bias, qk_norm=config.qk_norm,
-        norm_output=norms and not eagle3,
-    )  # fmt: skip
-    torch.manual_seed(seed)
-    head = TrainableHead(method, target, config, parts, draft_ids)
-    _begin(head)
-    return head
-
-
-@torch.no_grad()
-def _begin(head: TrainableHead) -> None:
-    """The feature goes through as it is, and the layers begin by adding nothing. (Measured: copies
-    of the target's last layer learn half as fast as fresh ones.)"""
-    hidden = head.sizes.hidden_size
-    for linear in (head.mix, head.fuse):
-        if linear is not None and linear.in_features % hidden == 0:
-            nn.init.normal_(linear.weight, std=0.02)
-            linear.weight[:, -hidden:] += torch.eye(hidden)
-    for layer in head.layers:
-        assert isinstance(layer, Block)
-        nn.init.zeros_(layer.o.weight)
-        nn.init.zeros_(layer.down.weight)
 
 
 @dataclass(frozen=True)
@@ -233,8 +167,8 @@ def _parts(head: TrainableHead) -> dict[str, str]:
     }[head.method]
     mix, embed, feature, out = names
     parts = {
-        "mix": mix, "fuse": mix, "norm_embed": embed, "norm_hidden": feature, "norm_out": out,
-        "lm_head": "lm_head", "fused_norm": "input_norm",
+        "mix": mix, "fuse": "fuse" if head.method == "eagle" else mix, "fused_norm": "input_norm",
+        "norm_embed": embed, "norm_hidden": feature, "norm_out": out, "lm_head": "lm_head",
     }  # fmt: skip
     parts |= {f"part_norms.{i}": f"fc_norm.{i}" for i in range(len(head.part_norms))}
     for i in range(len(head.layers)):
@@ -288,6 +222,9 @@ def head_config(head: TrainableHead) -> dict[str, Any]:
     if head.draft_ids is not None:
         config["draft_vocab_size"] = len(head.draft_ids)
     flags = ("bias", "norm_embed", "norm_hidden", "norm_attn", "norm_out", "norm_output")
+    if not eagle3 and head.fuse is not None:
+        config["foretell_taps"] = list(head.taps)
+        flags = (*flags, "fc_norm")
     if eagle3:
         config["eagle_config"] = {
             "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in head.taps],

@@ -92,16 +92,7 @@ class FeaturesConfig:
         Raises:
             ValueError: not layer numbers, each once.
         """
-        try:
-            layers = tuple(int(part) for part in self.taps.split(","))
-        except ValueError:
-            layers = ()
-        if not layers or min(layers) < -1 or len(set(layers)) < len(layers):
-            raise ValueError(
-                f"taps={self.taps!r}: must be layers from 0, each once, and -1 for the final "
-                "norm's output, such as 2,15,26,-1"
-            )
-        return layers
+        return layers_of(self.taps)
 
     @property
     def shard_bytes(self) -> int:
@@ -153,3 +144,21 @@ def _bytes(name: str, text: str) -> int:
     if isinstance(size, float):
         raise ValueError(f"{name}={text!r}: must be a size such as 256MiB or 20GB")
     return size
+
+
+def layers_of(text: str) -> tuple[int, ...]:
+    """Layers of a target that are listed with commas between them.
+
+    Raises:
+        ValueError: not layer numbers, each once.
+    """
+    try:
+        layers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        layers = ()
+    if not layers or min(layers) < -1 or len(set(layers)) < len(layers):
+        raise ValueError(
+            f"taps={text!r}: must be layers from 0, each once, and -1 for the final norm's "
+            "output, such as 2,15,26,-1"
+        )
+    return layers

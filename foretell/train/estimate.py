@@ -18,7 +18,7 @@ from foretell.models.config import ModelConfig
 from foretell.models.frozen import FrozenTarget
 from foretell.models.hub import resolve
 from foretell.models.loader import open_source
-from foretell.models.trainable_files import new_head
+from foretell.models.trainable_new import new_head
 from foretell.spec.training import Rule
 from foretell.train.fit_config import FitConfig, Machine
 from foretell.train.metrics import span
@@ -116,7 +116,7 @@ def count_weights(sizes: Sizes, config: FitConfig, draft_size: int | None) -> tu
         )  # fmt: skip
         ids = None if draft_size is None else torch.arange(draft_size)
         head = new_head(
-            config.method, target, norms=config.norms, draft_ids=ids,
+            config.method, target, norms=config.norms, draft_ids=ids, taps=config.read,
             num_layers=config.layers, num_heads=config.heads,
         )  # fmt: skip
     weights = sum(p.numel() for p in head.parameters() if p.requires_grad)

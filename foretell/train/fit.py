@@ -16,7 +16,8 @@ from torch import Tensor
 from foretell.drafters import find
 from foretell.models.frozen import FrozenTarget
 from foretell.models.head_reader import draft_ids
-from foretell.models.trainable_files import Trainable, new_head, open_head
+from foretell.models.trainable_files import Trainable, open_head
+from foretell.models.trainable_new import new_head, widen
 from foretell.train.batches import PackedBatches
 from foretell.train.estimate import describe, estimate, sizes_of
 from foretell.train.features import open_batches
@@ -103,9 +104,10 @@ def plan(config: FitConfig, machine: Machine, run: Path, target: str | None = No
 def make_head(config: FitConfig, target: FrozenTarget, ids: Tensor | None) -> Trainable:
     """A new head, or the one to go on from."""
     if config.init is not None:
-        return open_head(config.method, Path(config.init), target)
+        head = open_head(config.method, Path(config.init), target)
+        return head if config.read in (None, head.taps) else widen(head, target, config.read)
     return new_head(
-        config.method, target, norms=config.norms, draft_ids=ids,
+        config.method, target, norms=config.norms, draft_ids=ids, taps=config.read,
         num_layers=config.layers, num_heads=config.heads, seed=config.seed,
     )  # fmt: skip
 

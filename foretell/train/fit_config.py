@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from foretell.config import MAX_THREADS, check_choice, check_range
 from foretell.spec.training import Divergence, Rule
+from foretell.train.config import layers_of
 
 Device = Literal["cpu", "a100", "h100", "h200", "b200"]
 Autocast = Literal["auto", "bf16", "off"]
@@ -36,6 +37,9 @@ class FitConfig:
     """Decoder layers of the head."""
     heads: int = 4
     """medusa: how many heads, each guessing one place further."""
+    taps: str | None = None
+    """eagle, eagle3: layers of the target that a new head reads, as in features; with --init an
+    eagle head learns to read them too. eagle: -1 comes last."""
     draft_vocab: str | None = None
     """File of the target's token ids that the head may guess; all of them if not given."""
     steps: int | None = None
@@ -113,6 +117,16 @@ class FitConfig:
         if not self.clip > 0:
             raise ValueError(f"clip={self.clip}: must be above 0; inf never clips")
         self.rule(Rule())
+        _ = self.read
+
+    @property
+    def read(self) -> tuple[int, ...] | None:
+        """The target's layers that are asked for.
+
+        Raises:
+            ValueError: not layer numbers, each once.
+        """
+        return None if self.taps is None else layers_of(self.taps)
 
     def num_steps(self, batches: int) -> int:
         """Optimiser steps of the whole run, with so many batches of each rank in an epoch."""

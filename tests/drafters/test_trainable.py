@@ -13,7 +13,8 @@ from torch import Tensor
 from foretell.drafters import find
 from foretell.models.frozen import FrozenTarget
 from foretell.models.trainable import TrainableHead
-from foretell.models.trainable_files import Trainable, new_head, open_head
+from foretell.models.trainable_files import Trainable, open_head
+from foretell.models.trainable_new import new_head, widen
 from foretell.spec.losses import Judged, acceptance, judge, kl
 from foretell.spec.training import Rule, TrainingBatch
 from tests import heads, tiny
@@ -124,6 +125,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("eagle", {}),
     ("eagle", {"norms": False}),
     ("eagle", {"num_layers": 2}),
+    ("eagle", {"taps": (1, -1)}),
     ("eagle3", {}),
     ("mtp", {}),
     ("medusa", {"num_heads": 3, "num_layers": 2}),
@@ -290,3 +292,42 @@ def test_layers_that_a_head_reads_are_written_as_they_are_read(
     head = new_head("eagle3", deep, taps=taps)
     (tmp_path / "head").mkdir()
     assert open_head("eagle3", write(head, tmp_path / "head"), deep).taps == taps
+
+
+def test_a_head_that_learns_to_read_more_begins_with_what_it_knew(tmp_path: Path) -> None:
+    path = heads.write(*heads.eagle(norms=True), tmp_path)
+    head = open_head("eagle", path, target())
+    wide = widen(head, target(), (1, 0, -1))
+    batch = batch_of([9, 12], 3)
+    last = TrainingBatch(**{**vars(batch), "features": batch.features[..., -heads.HIDDEN :]})
+    for mine, theirs in zip(steps_of(head, last), steps_of(wide, batch), strict=True):
+        torch.testing.assert_close(mine.logits, theirs.logits, atol=1e-4, rtol=1e-4)
+    find("eagle").loss(wide, batch, find("eagle").rule).total.backward()
+    assert wide.fuse is not None
+    parts = wide.fuse.weight.grad.chunk(3, dim=1)  # type: ignore[union-attr]
+    assert all(part.abs().max() > 0 for part in parts), "it learns from each layer"
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("eagle", {"taps": (1,)}, "and -1 behind them"),
+        ("eagle", {"taps": (2, -1)}, "layers of the target, 0 to 1"),
+        ("eagle", {"taps": (-1, 1)}, "and -1 behind them"),
+        ("eagle", {"taps": (0, -1), "norms": False}, "without its norms reads -1 alone"),
+        ("eagle3", {"taps": (0, 1, 1)}, "EAGLE-3 takes layers of the target, 1 to 1"),
+        ("mtp", {"taps": (0, -1)}, "a head of mtp reads -1 alone"),
+        ("medusa", {"taps": (0, -1)}, "a head of medusa reads -1 alone"),
+    ],
+)
+def test_layers_that_a_head_cannot_read(method: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        new_head(method, target(), **options)
+
+
+def test_only_a_head_of_the_last_state_learns_to_read_more() -> None:
+    for head in (new_head("eagle", target(), taps=(0, -1)), new_head("mtp", target())):
+        with pytest.raises(ValueError, match="only an EAGLE head that reads -1 alone"):
+            widen(head, target(), (1, -1))
+    with pytest.raises(ValueError, match="without its norms reads -1 alone"):
+        widen(new_head("eagle", target(), norms=False), target(), (1, -1))

@@ -18,7 +18,8 @@ from foretell.models.loader import load
 from foretell.models.moe import Experts, route
 from foretell.models.mtp_formats import load_mtp
 from foretell.models.trainable import TrainableHead
-from foretell.models.trainable_files import head_config, head_tensors, new_head
+from foretell.models.trainable_files import head_config, head_tensors
+from foretell.models.trainable_new import new_head
 from foretell.runtime.kv import KVPool, page_bytes
 from tests import heads
 from tests.models.test_decoder import TOKENS, error, reference

@@ -19,7 +19,8 @@ from foretell.config import EngineConfig
 from foretell.llm import LLM
 from foretell.models.frozen import FrozenTarget
 from foretell.models.hub import is_cached
-from foretell.models.trainable_files import head_config, head_tensors, new_head
+from foretell.models.trainable_files import head_config, head_tensors
+from foretell.models.trainable_new import new_head
 from foretell.sequence import SamplingParams
 from tests import heads, tiny
 from tests.runtime import ranks

@@ -17,7 +17,7 @@ from foretell.config import EngineConfig
 from foretell.llm import LLM
 from foretell.models.frozen import FrozenTarget
 from foretell.models.head import Head
-from foretell.models.trainable_files import new_head
+from foretell.models.trainable_new import new_head
 from foretell.train import evaluate as evaluating
 from foretell.train.agreement import Agreement, agreement
 from foretell.train.config import EvaluateConfig

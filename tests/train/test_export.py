@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from foretell.models.frozen import FrozenTarget
-from foretell.models.trainable_files import new_head
+from foretell.models.trainable_new import new_head
 from foretell.train import export as exporting
 from foretell.train.config import Format
 from foretell.train.export import export, target_rows, write_head
@@ -37,6 +37,13 @@ def three_norms() -> Head:
     tensors, config = heads.eagle(norms=True)
     tensors.pop("hidden_states_layernorm.weight")
     return tensors, config | {"norm_hidden": False, "norm_output": False}
+
+
+def wide_hass() -> Head:
+    tensors, config = hass()
+    wide, settings = heads.wide_eagle()
+    more = {n: t for n, t in wide.items() if n.startswith(("fuse", "fc_norm"))}
+    return tensors | more, settings | config
 
 
 def shared_eagle3() -> Head:
@@ -238,6 +245,7 @@ def test_medusa_heads_that_share_the_targets_rows_bring_them_along(tmp_path: Pat
     [
         ("eagle", lambda: heads.eagle(norms=True), "norm_attn, norm_embed, norm_hidden, norm_out"),
         ("eagle", three_norms, "norm_embed"),
+        ("eagle", wide_hass, "further layers of the target"),
         ("eagle", normed_eagle3, "norm_before_residual"),
         ("eagle", heads.medusa, "a head of medusa"),
         ("eagle", heads.mtp, "a head of mtp"),

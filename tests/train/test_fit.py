@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -72,6 +73,25 @@ def test_a_reduced_vocabulary_and_fine_tuning(tmp_path, target):
     (run / "ids.json").write_text('{"a": 1}')
     with pytest.raises(ValueError, match="not a list of token ids"):
         fit_head(config, run)
+
+
+def test_an_eagle_head_learns_to_read_more_layers(tmp_path, target):
+    run = write_features(tmp_path / "run", target, taps=(1, 3, -1))
+    fit_head(FitConfig(method="eagle", **QUICK), run)
+    shutil.move(run / "fit", tmp_path / "before")
+    head = tmp_path / "before" / "head"
+    fitted = fit_head(FitConfig(method="eagle", init=str(head), taps="3,1,-1", **QUICK), run)
+    before, after = (read_rows(fit / "metrics.jsonl") for fit in (tmp_path / "before", run / "fit"))
+    assert after[0]["loss"] < before[0]["loss"]
+    opened = open_head("eagle", fitted, FrozenTarget.open(str(target)))
+    assert opened.taps == (3, 1, -1)
+    assert opened.fuse.weight.chunk(3, dim=1)[0].abs().max() > 0
+    fitted = shutil.move(fitted, tmp_path / "wide")
+    shutil.rmtree(run / "fit")
+    again = fit_head(FitConfig(method="eagle", init=str(fitted), **QUICK | {"max_steps": 1}), run)
+    assert open_head("eagle", again, FrozenTarget.open(str(target))).taps == (3, 1, -1)
+    with pytest.raises(ValueError, match="must be layers from 0, each once"):
+        FitConfig(method="eagle", taps="1,1")
 
 
 def test_held_out_texts_are_in_no_epoch(tmp_path, target):
