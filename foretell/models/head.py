@@ -38,20 +38,20 @@ from foretell.models.whole_pass import WholePass, can_run, whole_pass
 
 @dataclass(slots=True, kw_only=True)
 class Fusion:
-    """Several of the target's layers into one feature: fc(cat), with norms on the parts or on
-    the whole where there are any (EAGLE-3.1)."""
+    """Several of the target's layers into one feature: fc(cat), with norms on the parts (EAGLE-3.1,
+    our EAGLE) or on the whole (EAGLE-3.1) where there are any."""
 
     fc: Linear  # taps * H_target -> H
-    part_norms: list[Tensor] = field(default_factory=list[Tensor])  # each [H_target]
+    part_norms: Tensor | None = None  # [taps, H_target]
     norm: Tensor | None = None  # [taps * H_target]
 
     @torch.inference_mode()
     def __call__(self, features: Tensor, eps: float) -> Tensor:
         """[R, taps * H_target] -> [R, H]."""
-        if self.part_norms:
-            parts = features.chunk(len(self.part_norms), dim=1)
-            normed = [rms_norm(p, w, eps) for p, w in zip(parts, self.part_norms, strict=True)]
-            features = torch.cat(normed, dim=1)
+        if self.part_norms is not None:
+            size = self.part_norms.shape[1]
+            normed = rms_norm(features.reshape(-1, size), self.part_norms.new_ones(size), eps)
+            features = normed.view_as(features).mul_(self.part_norms.flatten())
         if self.norm is not None:
             features = rms_norm(features, self.norm, eps)
         return self.fc(features)

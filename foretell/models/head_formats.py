@@ -235,7 +235,7 @@ def _fusion(
     norms = [reader.norm(f"{root}fc_norm.{i}", width) for i in range(len(taps)) if fc_norm]
     return Fusion(
         fc=reader.linear({f"{root}{fc}": hidden}, inputs),
-        part_norms=norms,
+        part_norms=torch.stack(norms) if norms else None,
         norm=reader.norm(f"{root}input_norm", inputs) if norm_before_fc else None,
     )
 

@@ -99,7 +99,7 @@ def _trainable(
         norm_out=head.norm_out is not None,
         attention_bias=bool(cast(PackedLinear, first.qkv).bias.any()),
         qk_norm=first.q_norm is not None,
-        fc_norm=head.fuse is not None and bool(head.fuse.part_norms),
+        fc_norm=head.fuse is not None and head.fuse.part_norms is not None,
         norm_before_fc=head.fuse is not None and head.fuse.norm is not None,
         norm_before_residual=head.residual_normed,
         norm_output=head.recycle_normed,
@@ -114,7 +114,8 @@ def _trainable(
         if head.fuse is not None:
             _fill(head.fuse.fc, out.fuse)
             _copy(head.fuse.norm, out.fused_norm)
-            for weight, module in zip(head.fuse.part_norms, out.part_norms, strict=True):
+            norms = head.fuse.part_norms
+            for weight, module in zip(() if norms is None else norms, out.part_norms, strict=True):
                 _copy(weight, module)
         if out.lm_head is not None:
             _fill(head.lm_head, out.lm_head)
