@@ -85,9 +85,9 @@ def eagle(
     return tensors, SIZES | {"vocab_size": vocab} | dict.fromkeys(flags, True)
 
 
-def wide_eagle() -> tuple[Tensors, dict[str, Any]]:
+def wide_eagle(vocab: int = tiny.VOCAB) -> tuple[Tensors, dict[str, Any]]:
     """Our own that reads two layers besides the last state."""
-    tensors, config = eagle(norms=True)
+    tensors, config = eagle(norms=True, vocab=vocab)
     g = torch.Generator().manual_seed(7)
     norms = {f"fc_norm.{i}.weight": _norm(g, HIDDEN) for i in range(3)}
     tensors |= {"fuse.weight": _draw(g, HIDDEN, 3 * HIDDEN), **norms}
@@ -174,6 +174,7 @@ def medusa(
 MAKERS: dict[str, Callable[..., tuple[Tensors, dict[str, Any]]]] = {
     "eagle": eagle,
     "eagle-norms": partial(eagle, norms=True),
+    "eagle-wide": wide_eagle,
     "eagle3": eagle3,
     **{f"mtp-{layout}": partial(mtp, layout) for layout in LAYOUTS},
     "medusa": medusa,
@@ -228,7 +229,7 @@ class Plain:
             h = torch.cat([e, features], 1) @ t["fc.weight"].T + t["fc.bias"]
             x = self._block("layers.0.", h, h)
             return x @ self.embed.T, x
-        if self.kind == "eagle-norms":
+        if self.kind in ("eagle-norms", "eagle-wide"):
             e = self._rms(e, "embedding_layernorm")
             f = self._rms(features, "hidden_states_layernorm")
             h = torch.cat([e, f], 1) @ t["fc.weight"].T + t["fc.bias"]

@@ -26,7 +26,7 @@ NORM_INPUTS = {f"fc_norm.{i}.weight": torch.linspace(0.5, 1.5, 32) for i in rang
 VARIANTS: dict[str, Callable[[], tuple[heads.Tensors, dict[str, Any]]]] = {
     "eagle": heads.eagle,
     "eagle-norms": lambda: heads.eagle(norms=True),
-    "eagle-norms taps": heads.wide_eagle,
+    "eagle-wide": heads.wide_eagle,
     "eagle3": heads.eagle3,
     "eagle3 norm_before_residual": lambda: changed(heads.eagle3(), norm_before_residual=True),
     "eagle3 norm_output": lambda: changed(heads.eagle3(), norm_output=True),

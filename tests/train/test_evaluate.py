@@ -29,6 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "eagle": {"norms": False},
     "eagle restored": {},
     "eagle deep": {"num_layers": 2},
+    "eagle wide": {"taps": (1, 0, -1)},
     "eagle3": {},
     "mtp": {},
     "medusa": {"num_heads": 3},
