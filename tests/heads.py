@@ -90,7 +90,8 @@ def wide_eagle(vocab: int = tiny.VOCAB) -> tuple[Tensors, dict[str, Any]]:
     tensors, config = eagle(norms=True, vocab=vocab)
     g = torch.Generator().manual_seed(7)
     norms = {f"fc_norm.{i}.weight": _norm(g, HIDDEN) for i in range(3)}
-    tensors |= {"fuse.weight": _draw(g, HIDDEN, 3 * HIDDEN), **norms}
+    tensors |= {"fuse_down.weight": _draw(g, 16, 3 * HIDDEN), **norms}
+    tensors |= {"fuse_up.weight": _draw(g, HIDDEN, 16)}
     return tensors, config | {"foretell_taps": [1, 0, -1], "fc_norm": True}
 
 
@@ -259,7 +260,7 @@ class Plain:
     def fuse(self, tapped: Tensor) -> Tensor:
         """What EAGLE-3 makes of the target's layers [T, 3 H], and EAGLE where it reads as many;
         others read one as it is."""
-        fc = "fc.weight" if self.kind.startswith("eagle3") else "fuse.weight"
+        fc = "fc.weight" if self.kind.startswith("eagle3") else "fuse_down.weight"
         if fc not in self.t:
             return tapped
         if self.config.get("fc_norm"):
@@ -267,7 +268,10 @@ class Plain:
             tapped = torch.cat(parts, 1)
         if self.config.get("norm_before_fc"):
             tapped = self._rms(tapped, "input_norm")
-        return tapped @ self.t[fc].T
+        fused = tapped @ self.t[fc].T
+        if fc == "fc.weight":
+            return fused
+        return tapped[:, -HIDDEN:] + fused @ self.t["fuse_up.weight"].T
 
     def _rms(self, x: Tensor, name: str) -> Tensor:
         weight = self.t[f"{name}.weight"] + (1 if self.kind == "mtp-qwen" else 0)

@@ -54,7 +54,7 @@ def load_eagle(
     """EAGLE and EAGLE-2 (yuhuili/EAGLE-*), HASS, speculators' first format, and our own, whose
     config names its norms: ``norm_embed``, ``norm_hidden``, ``norm_attn``, ``norm_out``, and
     ``norm_output`` where the normed state is the next feature; and, where it reads more than the
-    last state, the layers (``foretell_taps``), which ``fuse`` makes one feature as EAGLE-3 does.
+    last state, the layers (``foretell_taps``), of which ``fuse_down`` and ``fuse_up`` add a part.
 
     Args:
         ranks: those that the head is spread over: only this one's part is read.
@@ -101,7 +101,7 @@ def load_eagle(
     head = Head(
         config=config,
         layers=layers,
-        fuse=_fusion(settings, reader, root, "fuse", hidden, hidden, taps),
+        fuse=_fusion(settings, reader, root, hidden, hidden, taps, narrow=True),
         **shared(target, ids, ranks),
         rope=Rope(config, device=target.device),
         mix=reader.linear({root + fc: hidden}, 2 * hidden, bias=bias),
@@ -139,7 +139,7 @@ def load_eagle3(
     hidden, vocab = config.hidden_size, target.config.vocab_size
     taps = _taps(settings, target.config.num_layers, path)
     width = target.config.hidden_size
-    fuse = _fusion(settings, reader, root, "fc", hidden, width, taps)
+    fuse = _fusion(settings, reader, root, hidden, width, taps)
     table = f"{root}embed_tokens.weight"
     if hidden == width:  # some exporters save a random one
         names.skip(table)
@@ -214,13 +214,18 @@ def _fusion(
     settings: dict[str, Any],
     reader: Reader,
     root: str,
-    fc: str,
     hidden: int,
     width: int,
     taps: tuple[int, ...],
+    *,
+    narrow: bool = False,
 ) -> Fusion | None:
     """What makes the tapped layers [.., taps * width] one feature [.., hidden]; None where the
-    head reads the last hidden state as it is."""
+    head reads the last hidden state as it is.
+
+    Args:
+        narrow: by way of a few numbers, as our EAGLE does.
+    """
     fc_norm, norm_before_fc = bool(settings.get("fc_norm")), bool(settings.get("norm_before_fc"))
     if fc_norm and norm_before_fc:
         raise ValueError(f"{reader.path}: the config sets both fc_norm and norm_before_fc")
@@ -233,8 +238,13 @@ def _fusion(
         return None
     inputs = len(taps) * width
     norms = [reader.norm(f"{root}fc_norm.{i}", width) for i in range(len(taps)) if fc_norm]
+    fc, rank = (f"{root}fc", hidden)
+    if narrow:
+        fc = f"{root}fuse_down"
+        rank = reader.checkpoint.shape(f"{fc}.weight")[0]
     return Fusion(
-        fc=reader.linear({f"{root}{fc}": hidden}, inputs),
+        fc=reader.linear({fc: rank}, inputs),
+        up=reader.linear({f"{root}fuse_up": hidden}, rank) if narrow else None,
         part_norms=torch.stack(norms) if norms else None,
         norm=reader.norm(f"{root}input_norm", inputs) if norm_before_fc else None,
     )

@@ -170,6 +170,8 @@ class Parts:
     norm_before_fc: bool = False
     norm_before_residual: bool = False
     norm_output: bool = True
+    fuse_rank: int = 0
+    """Of what the taps add to the last of them (EAGLE); 0: fc makes one feature of them."""
     own_lm_head: bool = False
     """It has an output projection of its own, which learns."""
 
@@ -202,7 +204,9 @@ class TrainableHead(nn.Module):
         def norm(wanted: bool, size: int = hidden) -> Norm | None:
             return rms_norm(config, size) if wanted else None
 
-        self.fuse = nn.Linear(all_taps, hidden, bias=False) if parts.taps != (-1,) else None
+        rank, fused = parts.fuse_rank, parts.taps != (-1,)
+        self.fuse = nn.Linear(all_taps, rank or hidden, bias=False) if fused else None
+        self.fuse_up = nn.Linear(rank, hidden, bias=False) if rank else None
         self.part_norms = nn.ModuleList(
             rms_norm(config, width) for _ in parts.taps if parts.fc_norm
         )
@@ -276,7 +280,9 @@ class TrainableHead(nn.Module):
             tapped = torch.cat([n(p) for n, p in zip(self.part_norms, parts, strict=True)], dim=1)
         if self.fused_norm is not None:
             tapped = self.fused_norm(tapped)
-        return self.fuse(tapped)
+        if self.fuse_up is None:
+            return self.fuse(tapped)
+        return self.fuse_up(self.fuse(tapped)) + tapped[:, -self.fuse_up.out_features :]
 
     def _step(
         self,

@@ -89,6 +89,7 @@ def _trainable(
     first = head.layers[0]
     if not isinstance(first, Layer):
         raise ValueError("an MTP module with latent attention is not trained: begin a new head")
+    fuse = head.fuse
     parts = Parts(
         taps=taps,
         mix=head.mix is not None,
@@ -99,8 +100,9 @@ def _trainable(
         norm_out=head.norm_out is not None,
         attention_bias=bool(cast(PackedLinear, first.qkv).bias.any()),
         qk_norm=first.q_norm is not None,
-        fc_norm=head.fuse is not None and head.fuse.part_norms is not None,
-        norm_before_fc=head.fuse is not None and head.fuse.norm is not None,
+        fc_norm=fuse is not None and fuse.part_norms is not None,
+        norm_before_fc=fuse is not None and fuse.norm is not None,
+        fuse_rank=cast(PackedLinear, fuse.fc).out_features if fuse and fuse.up else 0,
         norm_before_residual=head.residual_normed,
         norm_output=head.recycle_normed,
         own_lm_head=not isinstance(head.lm_head, _Outer),
@@ -111,10 +113,12 @@ def _trainable(
             _copy(getattr(head, norm), getattr(out, norm))
         if head.mix is not None:
             _fill(head.mix, out.mix)
-        if head.fuse is not None:
-            _fill(head.fuse.fc, out.fuse)
-            _copy(head.fuse.norm, out.fused_norm)
-            norms = head.fuse.part_norms
+        if fuse is not None:
+            _fill(fuse.fc, out.fuse)
+            if fuse.up is not None:
+                _fill(fuse.up, out.fuse_up)
+            _copy(fuse.norm, out.fused_norm)
+            norms = fuse.part_norms
             for weight, module in zip(() if norms is None else norms, out.part_norms, strict=True):
                 _copy(weight, module)
         if out.lm_head is not None:
@@ -168,7 +172,8 @@ def _parts(head: TrainableHead) -> dict[str, str]:
     }[head.method]
     mix, embed, feature, out = names
     parts = {
-        "mix": mix, "fuse": "fuse" if head.method == "eagle" else mix, "fused_norm": "input_norm",
+        "mix": mix, "fuse": "fuse_down" if head.fuse_up else mix, "fuse_up": "fuse_up",
+        "fused_norm": "input_norm",
         "norm_embed": embed, "norm_hidden": feature, "norm_out": out, "lm_head": "lm_head",
     }  # fmt: skip
     parts |= {f"part_norms.{i}": f"fc_norm.{i}" for i in range(len(head.part_norms))}

@@ -12,6 +12,10 @@ from foretell.models.trainable import Block, Parts, TrainableHead
 from foretell.models.trainable_files import METHODS, Trainable
 from foretell.models.trainable_medusa import TrainableMedusa
 
+_RANK = 128
+"""Of what an EAGLE head's further layers add to the last state. (Measured: of a whole matrix that
+was fitted, so many of 576 directions hold 85%, half as many 69% and five sixths of the gain.)"""
+
 
 def new_head(
     method: str,
@@ -58,15 +62,19 @@ def new_head(
     parts = Parts(
         taps=taps, mix=not eagle3, **flags,
         attention_bias=config.attention_bias, qk_norm=config.qk_norm,
-        fc_norm=not eagle3 and taps != (-1,), norm_output=norms and not eagle3,
+        norm_output=norms and not eagle3,
     )  # fmt: skip
+    if not eagle3 and taps != (-1,):
+        parts = _wide(parts, taps, config.hidden_size)
     torch.manual_seed(seed)
     head = TrainableHead(method, target, config, parts, draft_ids)
     _begin(head)
     return head
 
 
-def widen(head: Trainable, target: FrozenTarget, taps: tuple[int, ...]) -> TrainableHead:
+def widen(
+    head: Trainable, target: FrozenTarget, taps: tuple[int, ...], seed: int = 0
+) -> TrainableHead:
     """An EAGLE head that reads further layers of the target, and does not heed them yet: what it
     guesses is the same.
 
@@ -77,14 +85,17 @@ def widen(head: Trainable, target: FrozenTarget, taps: tuple[int, ...]) -> Train
         raise ValueError(f"taps={taps}: only an EAGLE head that reads -1 alone learns to read more")
     parts = head.parts
     _check_taps("eagle", taps, target.config.num_layers, parts.norm_hidden)
-    parts = replace(parts, taps=taps, fc_norm=True)
+    parts = _wide(parts, taps, head.sizes.hidden_size)
+    torch.manual_seed(seed)
     out = TrainableHead("eagle", target, head.sizes, parts, head.draft_ids)
     out.load_state_dict(head.state_dict(), strict=False)
-    assert out.fuse is not None
-    with torch.no_grad():
-        out.fuse.weight.zero_()
-        out.fuse.weight[:, -head.sizes.hidden_size :].fill_diagonal_(1.0)
+    assert out.fuse_up is not None
+    nn.init.zeros_(out.fuse_up.weight)
     return out
+
+
+def _wide(parts: Parts, taps: tuple[int, ...], hidden: int) -> Parts:
+    return replace(parts, taps=taps, fc_norm=True, fuse_rank=min(_RANK, hidden))
 
 
 def _check_taps(method: str, taps: tuple[int, ...], depth: int, norms: bool) -> None:
@@ -109,7 +120,9 @@ def _begin(head: TrainableHead) -> None:
     """The feature goes through as it is, and the layers begin by adding nothing. (Measured: copies
     of the target's last layer learn half as fast as fresh ones.)"""
     hidden = head.sizes.hidden_size
-    for linear in (head.mix, head.fuse):
+    if head.fuse_up is not None:
+        nn.init.zeros_(head.fuse_up.weight)
+    for linear in (head.mix, None if head.fuse_up else head.fuse):
         if linear is not None and linear.in_features % hidden == 0:
             nn.init.normal_(linear.weight, std=0.02)
             linear.weight[:, -hidden:] += torch.eye(hidden)

@@ -105,7 +105,9 @@ def make_head(config: FitConfig, target: FrozenTarget, ids: Tensor | None) -> Tr
     """A new head, or the one to go on from."""
     if config.init is not None:
         head = open_head(config.method, Path(config.init), target)
-        return head if config.read in (None, head.taps) else widen(head, target, config.read)
+        if config.read in (None, head.taps):
+            return head
+        return widen(head, target, config.read, config.seed)
     return new_head(
         config.method, target, norms=config.norms, draft_ids=ids, taps=config.read,
         num_layers=config.layers, num_heads=config.heads, seed=config.seed,

@@ -31,7 +31,7 @@ _LAYER = (
 )
 _KNOWN = {
     "eagle": rf"{_LAYER}|fc\.(weight|bias)|((embedding|hidden_states)_layernorm|norm|embed_tokens)"
-    r"\.weight|fuse\.weight|fc_norm\.\d\.weight|d2t|t2d",
+    r"\.weight|fuse_(down|up)\.weight|fc_norm\.\d\.weight|d2t|t2d",
     "eagle3": rf"{_LAYER}|(fc|norm|lm_head|embed_tokens|fc_norm\.\d|input_norm)\.weight|d2t|t2d",
     "medusa": r"\d+\.\d+\.(linear\.)?(weight|bias)|token_map|lm_head\.weight",
     "mtp": r".*",

@@ -251,7 +251,7 @@ def _refuse(head: HeadFiles, where: str) -> None:
     """
     if head.method == "eagle" and head.settings.get("norm_output"):
         raise ValueError(f"{where} has no place for norm_output: its readers would ignore it")
-    if "fuse.weight" in head.tensors:
+    if "fuse_up.weight" in head.tensors:
         raise ValueError(f"{where} has no place for further layers of the target: fit without taps")
     if any(name.endswith(("q_norm.weight", "k_norm.weight")) for name in head.tensors):
         raise ValueError(f"{where} has no place for the norms of queries and keys")

@@ -85,7 +85,7 @@ def test_an_eagle_head_learns_to_read_more_layers(tmp_path, target):
     assert after[0]["loss"] < before[0]["loss"]
     opened = open_head("eagle", fitted, FrozenTarget.open(str(target)))
     assert opened.taps == (3, 1, -1)
-    assert opened.fuse.weight.chunk(3, dim=1)[0].abs().max() > 0
+    assert opened.fuse_up.weight.abs().max() > 0
     fitted = shutil.move(fitted, tmp_path / "wide")
     shutil.rmtree(run / "fit")
     again = fit_head(FitConfig(method="eagle", init=str(fitted), **QUICK | {"max_steps": 1}), run)
