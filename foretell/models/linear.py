@@ -91,7 +91,9 @@ class PackedLinear:
         stride = compiled.row_bytes(self.kind, self.padded)
         fitted = torch.empty(rows * stride + 64, dtype=torch.uint8)
         work = rows * self.out_features * self.in_features
-        shares = num_threads() if work > _WORTH_A_THREAD else 1
+        # With fewer panels than two pieces a thread, some would only wait, as in a crowd.
+        shares = min(num_threads(), self.panels // (2 * compiled.PIECE))
+        shares = shares if work > _WORTH_A_THREAD else 1
         sync = np.zeros(compiled.SYNC, np.uint8)
         arguments = (
             *compiled.compile_format(self.kind)[:2], x.data_ptr(), self.in_features, rows,

@@ -21,8 +21,8 @@ from foretell.models.fitting import fit
 from foretell.models.quant import GROUP, PANEL, TURNED
 from foretell.models.tiles import LIKE, SIZES, group_of, tile
 
-_PIECE = 2
-"""Panels handed out at once."""
+PIECE = 2
+"""Panels handed out at once; a thread asks for the next before it does its own."""
 _A, _B, _C, _D = SIZES
 _tile_a, _tile_b, _tile_c, _tile_d = (tile(rows, min(1, rows - 1) if WIDE else 2) for rows in SIZES)
 SYNC = 3 * LINE
@@ -81,10 +81,10 @@ def _multiply(
     block = _D
     if WIDE:
         block = 8 if rows >= 16 else (4 if rows >= 8 else 2)
-    start = fetch_add(counter, _PIECE)
+    start = fetch_add(counter, PIECE)
     while start < panels:
-        following = fetch_add(counter, _PIECE)
-        end = min(start + _PIECE, panels)
+        following = fetch_add(counter, PIECE)
+        end = min(start + PIECE, panels)
         for p in range(start, end):
             w, at = weights + p * panel, 4 * PANEL * p
             s, b, y = scale + at, bias + at, out + at

@@ -172,3 +172,23 @@ def test_embedding_rows(weights, width):
     assert (rows - table[tokens]).norm() / rows.norm() < (0.1 if weights == "int4" else 0.01)
     assert torch.equal(embedding(tokens[1:]), rows[1:])
     assert head(rows).shape == (4, 100)
+
+
+def test_a_narrow_product_has_no_threads_that_only_wait(monkeypatch):
+    """Which the pool would take for a machine that is busy with something else: it would use
+    fewer threads for all that comes next."""
+    if linears.products() is None:
+        pytest.skip("no compiler")
+    asked: dict[int, int] = {}
+
+    def together(kernel, arguments, shares, sync, *kept):
+        asked[out] = shares
+        kernel(*arguments, 0, 1)
+
+    monkeypatch.setattr(linears, "together", together)
+    monkeypatch.setattr(linears, "num_threads", lambda: 4)
+    for out in (32, 128, 288, 576):
+        x, weight = torch.randn(64, 2304), torch.randn(out, 2304)
+        found = make_linear("f32", weight)(x)
+        torch.testing.assert_close(found, x @ weight.T, atol=1e-2, rtol=1e-3)
+    assert asked == {32: 0, 128: 1, 288: 2, 576: 4}
