@@ -238,10 +238,8 @@ def _fusion(
         return None
     inputs = len(taps) * width
     norms = [reader.norm(f"{root}fc_norm.{i}", width) for i in range(len(taps)) if fc_norm]
-    fc, rank = (f"{root}fc", hidden)
-    if narrow:
-        fc = f"{root}fuse_down"
-        rank = reader.checkpoint.shape(f"{fc}.weight")[0]
+    fc = f"{root}fuse_down" if narrow else f"{root}fc"
+    rank = reader.checkpoint.shape(f"{fc}.weight")[0] if narrow else hidden
     return Fusion(
         fc=reader.linear({fc: rank}, inputs),
         up=reader.linear({f"{root}fuse_up": hidden}, rank) if narrow else None,

@@ -304,11 +304,14 @@ def test_a_head_that_learns_to_read_more_begins_with_what_it_knew(tmp_path: Path
         torch.testing.assert_close(mine.logits, theirs.logits, atol=1e-4, rtol=1e-4)
     find("eagle").loss(wide, batch, find("eagle").rule).total.backward()
     assert wide.fuse is not None
-    assert wide.fuse_up.weight.grad.abs().max() > 0, "it learns"  # type: ignore[union-attr]
-    torch.nn.init.normal_(wide.fuse_up.weight)  # type: ignore[union-attr]
+    assert wide.fuse_up is not None
+    up, down = wide.fuse_up.weight, wide.fuse.weight
+    assert up.grad is not None
+    assert up.grad.abs().max() > 0, "it learns"
+    torch.nn.init.normal_(up)
     find("eagle").loss(wide, batch, find("eagle").rule).total.backward()
-    parts = wide.fuse.weight.grad.chunk(3, dim=1)  # type: ignore[union-attr]
-    assert all(part.abs().max() > 0 for part in parts), "from each layer"
+    assert down.grad is not None
+    assert all(part.abs().max() > 0 for part in down.grad.chunk(3, dim=1)), "from each layer"
 
 
 @pytest.mark.parametrize(
