@@ -50,7 +50,7 @@ SIZES = (1, 2, 4, 8) if WIDE else (1, 2, 3, 4)
 UNROLLED: dict[Weights, int] = (
     {"f32": 64, "bf16": 32, "int8": 16, "int4": 4}
     if WIDE
-    else {"f32": 2, "bf16": 2, "int8": 1, "int4": 2}
+    else {"f32": 2, "bf16": 2, "int8": 2, "int4": 2}
 )
 """Steps that are one piece of code: of a group, where registers are many."""
 _HINT = [ir.Constant(I32, x) for x in (0, 2, 1)]
