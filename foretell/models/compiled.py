@@ -15,8 +15,9 @@ from numpy.lib.stride_tricks import as_strided
 
 from foretell.attention.jit import carray, intrinsic, jit
 from foretell.attention.kernels import attend_any
-from foretell.attention.row_kernels import add_row, norm_row, rope_and_write_any, silu_row
+from foretell.attention.row_kernels import add_row, rope_and_write_any, silu_row
 from foretell.attention.together import LINE, fetch_add, meet, ticks
+from foretell.models.head_begin import HANDED_OUT, begin, normed
 from foretell.models.products import fit_row, float_at, floats, multiply, read_row
 from foretell.models.quant import PANEL
 
@@ -33,7 +34,7 @@ _SPAN = 512
 
 def sync_bytes(layers: int) -> int:
     """What a pass needs to keep its threads together: the barrier and a counter a hand-out."""
-    return LINE * (6 + 9 * layers)
+    return LINE * (5 + HANDED_OUT + 9 * layers)
 
 
 @jit()
@@ -83,41 +84,6 @@ def _embed(read: Any, ends: Any, tokens: Any, x: Any, counter: Any, piece: Any) 
 
 
 @jit()
-def _normed(x: Any, weight: Any, eps: Any, out: Any) -> None:
-    """A row's norm; the row itself where the weight is empty."""
-    if weight.shape[0]:
-        norm_row(x, weight, eps, out)
-    else:
-        for d in range(x.shape[0]):
-            out[d] = x[d]
-
-
-@jit()
-def _pair(
-    fit: Any, read: Any, ends: Any, start: Any, tokens: Any, features: Any, x: Any, temp: Any,
-    eps: Any, fitted: Any, stride: Any, padded: Any, counter: Any, piece: Any,
-) -> None:  # fmt: skip
-    """Fits each token's embedding and feature side by side, with their norms. x becomes the
-    residual where no product mixes the two (EAGLE-3), else zeros that its outputs are added to."""
-    rows, width = x.shape
-    before = floats(start[6], width if start[6] else 0)
-    behind = floats(start[7], width if start[7] else 0)
-    while True:
-        first = fetch_add(counter, piece)
-        if first >= rows:
-            return
-        for row in range(first, min(first + piece, rows)):
-            out = temp.ctypes.data
-            read_row(read, ends[0], ends[1], ends[2], ends[3], np.int64(tokens[row]), width, out)
-            _normed(temp[:width], before, eps, temp[:width])
-            _normed(features[row], behind, eps, temp[width : 2 * width])
-            fit_row(fit, out, 0, 2 * width, fitted + row * stride, padded)
-            for d in range(width):
-                residual = temp[width + d] if start[9] else features[row, d]
-                x[row, d] = np.float32(0) if start[0] else residual
-
-
-@jit()
 def _norm(
     fit: Any, x: Any, out: Any, temp: Any, weight: Any, eps: Any, delta: Any, width: Any,
     fitted: Any, stride: Any, padded: Any, last: Any, counter: Any, piece: Any,
@@ -133,9 +99,9 @@ def _norm(
             if delta:
                 add_row(floats(delta + 4 * row * width, hidden), x[row])
             if last:
-                _normed(x[row], weight, eps, out[row])
+                normed(x[row], weight, eps, out[row])
             else:
-                _normed(x[row], weight, eps, temp[:hidden])
+                normed(x[row], weight, eps, temp[:hidden])
                 fit_row(fit, temp.ctypes.data, 0, hidden, fitted + row * stride, padded)
 
 
@@ -182,8 +148,8 @@ def _turn(
 def run(
     formats: Any,  # [5]: addresses of layers' fit and multiply, embedding's read, lm_head's two
     ends: Any,  # [4 + 6]: embedding and lm_head, see `WholePass`
-    start: Any,  # [10]: how a head begins, see `WholePass`
-    features: Any,  # [R, H] of a head, [0, 0] of a decoder
+    start: Any,  # [24]: see `head_begin`
+    features: Any,  # [R, H or taps * H] of a head, [0, 0] of a decoder
     bits: Any,  # an empty array of the caches' width, uint16 or uint32
     tokens: Any,  # [R]
     outputs: Any,  # [O], rows whose logits are wanted
@@ -224,7 +190,7 @@ def run(
 ) -> None:
     rows, width = x.shape
     inner, heads, kv_heads, dim, size, num_pages = sizes[12:18]
-    temp = np.empty(max(2 * width, _SPAN) + 64, np.float32)
+    temp = np.empty(max(width, _SPAN) + 64, np.float32)
     keep = np.empty((0, 0), np.float32)
     piece = max(1, rows // (8 * shares))
     counter, layers = sync + 2 * LINE, taps.shape[0]
@@ -232,18 +198,13 @@ def run(
     now = ticks()
     delta, delta_width = 0, 0
     if features.shape[0]:
-        _pair(
-            fit, formats[2], ends, start, tokens, features, x, temp, eps, fitted, stride, start[3],
-            counter, piece,
+        begin(
+            formats, ends, start, tokens, features, x, eps, fitted, stride, wide, sync, counter,
+            piece, share, shares,
         )  # fmt: skip
+        counter += (HANDED_OUT - 1) * LINE
         if start[0]:
-            meet(sync, shares)
-            counter += LINE
             delta, delta_width = wide, PANEL * start[5]
-            multiply(
-                product, fitted, stride, rows, start[0], start[3], start[4], start[5], start[1],
-                start[2], wide, delta_width, counter,
-            )  # fmt: skip
     else:
         _embed(formats[2], ends, tokens, x, counter, piece)
     now = _met(sync, shares, share, spent, 0, now)

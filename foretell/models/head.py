@@ -96,8 +96,14 @@ class Head:
         self.whole_pass = compiled
 
     def feature(self, tapped: Tensor) -> Tensor:
-        """What `run` takes, [R, H], of the target's tapped layers [R, taps * H_target]."""
-        return tapped if self.fuse is None else self.fuse(tapped, self.config.rms_norm_eps)
+        """What `run` takes of the target's tapped layers [R, taps * H_target]: the feature [R, H],
+        or the layers where its compiled pass makes the feature of them."""
+        compiled = self.whole_pass and tapped.shape[1] > self.config.hidden_size
+        return tapped if compiled or self.fuse is None else self._fused(tapped)
+
+    def _fused(self, tapped: Tensor) -> Tensor:
+        assert self.fuse is not None
+        return self.fuse(tapped, self.config.rms_norm_eps)
 
     @torch.inference_mode()
     def run(
@@ -114,7 +120,7 @@ class Head:
 
         Args:
             tokens: [R] the tokens after the features' positions.
-            features: [R, H] float32.
+            features: [R, H] float32, or what `feature` says.
             outputs: [O] rows whose logits and features are wanted, ascending.
             kv: for each layer the caches [num_pages, Hkv, page_size, D] of keys and values.
 
@@ -130,6 +136,9 @@ class Head:
             following = hidden if self.recycle_normed else tapped
             many = len(following) > len(outputs)
             return logits, following[: len(outputs)] if many else following
+
+        if features.shape[1] > self.config.hidden_size:
+            features = self._fused(features)
 
         def steps() -> Steps[tuple[Tensor, Tensor]]:
             embedded = yield from total(self.embedding(tokens), self.ranks)

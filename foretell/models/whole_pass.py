@@ -47,7 +47,7 @@ class WholePass:
         config, layers = network.config, network.layers
         self._compiled, self.config, self._rope = compiled, config, network.rope
         # All that the addresses below point into; not the network, which holds this pass.
-        begin = () if head is None else (head.mix, head.norm_embed, head.norm_hidden)
+        begin = () if head is None else (head.mix, head.norm_embed, head.norm_hidden, head.fuse)
         self._kept = (embedding, lm_head, layers, norm, begin)
         linears = [_four(x) for x in layers]
         first = linears[0]
@@ -73,16 +73,22 @@ class WholePass:
         inside, outer = packed.compile_format(first[0].kind), packed.compile_format(lm_head.kind)
         read = packed.compile_format(embedding.kind).read_row
         self._formats = np.array([inside.fit, inside.multiply, read, outer.fit, outer.multiply])
-        self._start = np.zeros(10, np.int64)
-        mix: list[Any] = [] if head is None or head.mix is None else [head.mix]
+        products_before = [] if head is None else _before(head)
+        self._start = np.zeros(24, np.int64)  # see `head_begin`
         if head is not None:
             self._start[3] = first[0].padded
-            self._start[6:10] = (
-                _address(head.norm_embed), _address(head.norm_hidden), 0, head.residual_normed,
-            )  # fmt: skip
-        for x in mix:
+            norms = (_address(head.norm_embed), _address(head.norm_hidden))
+            self._start[6:10] = (*norms, 1, head.residual_normed)
+            if head.fuse is not None:
+                norms = head.fuse.part_norms
+                self._start[8] = 1 if norms is None else len(norms)
+                self._start[22] = _address(head.fuse.norm if norms is None else norms)
+        for at, x in products_before:
             panel = x.packed.weights.shape[1]
-            self._start[:6] = (*_addresses(x), x.padded, panel, x.panels)
+            self._start[at : at + 6] = (*_addresses(x), x.padded, panel, x.panels)
+            if at == 10:
+                self._start[23] = x.out_features
+        mix = [x for _, x in products_before]
         self._stride = max(packed.row_bytes(x.kind, x.padded) for x in (*first, *mix, lm_head))
         self._width = max(x.panels for x in (*first, *mix)) * PANEL
         self._logits, self._outputs = lm_head.panels * PANEL, lm_head.out_features
@@ -107,7 +113,7 @@ class WholePass:
         *,
         narrow: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [R] int32, outputs [O] int32 and a head's features [R, H] -> logits [O, V], hidden
+        """Tokens [R] int32, outputs [O] int32 and `Head.run`'s features -> logits [O, V], hidden
         states after the final norm [R, H] and tapped ones [R, taps * H]; a tap of -1 is left to
         the caller.
 
@@ -205,6 +211,12 @@ def _four(layer: Any) -> list[Any]:
     return [layer.qkv, layer.o, layer.gate_up, layer.down]
 
 
+def _before(head: Head) -> list[tuple[int, Any]]:
+    """A head's products before its first layer, and where `head_begin` has them."""
+    fuse = (head.fuse.fc, head.fuse.up) if head.fuse else (None, None)
+    return [(at, x) for at, x in zip((0, 10, 16), (head.mix, *fuse), strict=True) if x is not None]
+
+
 def _address(weight: Tensor | None) -> int:
     return 0 if weight is None else weight.data_ptr()
 
@@ -222,7 +234,7 @@ def whole_pass(
         return None
     if not embedding.table.bias.is_cpu:
         return None
-    mix: list[Any] = [] if head is None or head.mix is None else [head.mix]
+    mix = [] if head is None else [x for _, x in _before(head)]
     shapes: set[Any] = set()
     for layer in network.layers:
         four = _four(layer)
