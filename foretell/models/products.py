@@ -23,6 +23,8 @@ from foretell.models.tiles import LIKE, SIZES, group_of, tile
 
 PIECE = 2
 """Panels handed out at once; a thread asks for the next before it does its own."""
+_SOME, _ROWS = 8, 32
+"""From so many rows on, single panels are handed out, and of each so many rows."""
 _A, _B, _C, _D = SIZES
 _tile_a, _tile_b, _tile_c, _tile_d = (tile(rows, min(1, rows - 1) if WIDE else 2) for rows in SIZES)
 SYNC = 3 * LINE
@@ -81,17 +83,24 @@ def _multiply(
     block = _D
     if WIDE:
         block = 8 if rows >= 16 else (4 if rows >= 8 else 2)
-    start = fetch_add(counter, PIECE)
-    while start < panels:
-        following = fetch_add(counter, PIECE)
-        end = min(start + PIECE, panels)
-        for p in range(start, end):
+    # Few rows wait for memory, of which two panels in a row are read best. Many take long: small
+    # pieces leave no thread without work.
+    num = PIECE if rows < _SOME else 1
+    parts = 1 if rows < _SOME else (rows + _ROWS - 1) // _ROWS
+    count = panels * parts
+    start = fetch_add(counter, num)
+    while start < count:
+        following = fetch_add(counter, num)
+        end = min(start + num, count)
+        for item in range(start, end):
+            p, row = item // parts, item % parts * _ROWS
             w, at = weights + p * panel, 4 * PANEL * p
             s, b, y = scale + at, bias + at, out + at
-            after = weights + min(p + 1 if p + 1 < end else following, panels - 1) * panel
-            row = 0
-            while row < rows:
-                size = min(block, rows - row)
+            after = item + 1 if item + 1 < end else following
+            after = weights + min(after // parts, panels - 1) * panel
+            stop = min(row + _ROWS, rows) if parts > 1 else rows
+            while row < stop:
+                size = min(block, stop - row)
                 # Two blocks at a time, each of which fetches half of the panel that comes next:
                 # one that fetches all of it is slower than none that does. Narrow tiles are slow
                 # enough: the first fetches it all.

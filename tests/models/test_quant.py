@@ -192,3 +192,19 @@ def test_a_narrow_product_has_no_threads_that_only_wait(monkeypatch):
         found = make_linear("f32", weight)(x)
         torch.testing.assert_close(found, x @ weight.T, atol=1e-2, rtol=1e-3)
     assert asked == {32: 0, 128: 1, 288: 2, 576: 4}
+
+
+@pytest.mark.parametrize(("rows", "pieces", "size"), [(1, 9, 2), (8, 18, 1), (512, 18 * 16, 1)])
+def test_what_takes_long_is_handed_out_in_small_pieces(rows, pieces, size, monkeypatch):
+    """So that many threads share a matrix of few outputs: 18 panels of 32."""
+    if (compiled := linears.products()) is None:
+        pytest.skip("no compiler")
+    counted = []
+
+    def together(kernel, arguments, shares, sync, *kept):
+        kernel(*arguments, 0, 1)
+        counted.append(int(sync[2 * compiled.LINE :].view("int64")[0]))
+
+    monkeypatch.setattr(linears, "together", together)
+    make_linear("int8", torch.randn(576, 64))(torch.randn(rows, 64))
+    assert counted == [size * (pieces + 1)]  # one more is asked for than there are
