@@ -17,6 +17,8 @@ Verification = Literal["coupled", "rejection", "block", "typical", "threshold"]
 _ALIASES = {"bfloat16": "bf16", "float32": "f32", "fp32": "f32", "float": "f32"}
 MAX_THREADS = 1024
 """OpenMP ends the process, without a word, where it cannot start as many as it was told."""
+MAX_NUM_SEQS = 4096
+"""Memory is taken for each of them beforehand."""
 
 
 def whole(name: str, value: Any) -> int:
@@ -228,16 +230,14 @@ class EngineConfig:
                 object.__setattr__(self, name, whole(name, value))
         for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "tensor_parallel"):
             object.__setattr__(self, name, whole(name, getattr(self, name)))
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        check_range(self, 1, None, "max_num_batched_tokens", "page_size", "tensor_parallel")
+        check_range(self, 1, MAX_NUM_SEQS, "max_num_seqs")
+        check_range(self, 1, MAX_THREADS, "threads")
+        check_range(self, 2, None, "max_model_len")
         if not 1 <= self.rank_timeout < float("inf"):
             raise ValueError(f"rank_timeout={self.rank_timeout}: must be 1 second or more")
         if self.halves and self.tensor_parallel == 1:
             raise ValueError("halves: exchanges are between ranks: set tensor_parallel too")
-        if self.max_model_len is not None and self.max_model_len < 2:
-            raise ValueError(f"max_model_len={self.max_model_len}: must be at least 2")
-        if self.threads is not None and not 1 <= self.threads <= MAX_THREADS:
-            raise ValueError(f"threads={self.threads}: must be from 1 to {MAX_THREADS}")
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"device={self.device!r}: must be cpu or cuda")
         for name in ("prefix_caching", "halves"):

@@ -240,4 +240,5 @@ def traced(llm: LLM, path: Path | None) -> Iterator[None]:
         if llm.config.halves:
             llm.target.model.listeners = trace.track("first half"), trace.track("second half")
         yield
-    print(f"wrote {path}", file=sys.stderr)
+    if trace.whole:
+        print(f"wrote {path}", file=sys.stderr)

@@ -40,6 +40,10 @@ WORTH = 1.03
 BATCHES = (1, 4, 16)
 PREDICTED = (1, 4, 16, 64, 256)
 _ALWAYS = ",adaptive=false"
+_ROUNDS = 3
+"""Batches of several at once that are asked at least."""
+Ratios = list[list[float]]
+"""Of one conversation, by batch."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +122,8 @@ def advise(
         context = round(statistics.fmean(lengths))
         for text in own:
             line, tau, accepted = lines[text], drafts[text].tau, drafts[text].acceptance
-            measured, ratios = (line.end_to_end, line.speed, line.plain_speed), _ratios(found, text)
-            speedups = statistics.median(ratios or [0.0]), *bootstrap(ratios)
+            measured = line.end_to_end, line.speed, line.plain_speed
+            speedups = line.speedup, *bootstrap(_ratios(found, text, batch))
             depth = _depth(llms[text], accepted, batch, context)
             findings.append(Finding(text, batch, *speedups, *measured, tau, accepted, depth))
         for llm in llms.values():
@@ -140,8 +144,11 @@ def _sample(conversations: list[Conversation], count: int) -> list[Conversation]
 
 
 def _at_once(conversations: list[Conversation], batch: int) -> list[Conversation]:
-    """As they are if there are enough for a batch, else as many as it takes, again and again."""
-    count = max(len(conversations), batch)
+    """As they are, one at a time; else whole batches, again and again if there are too few for some
+    of them: what runs at one moment shares that moment's noise."""
+    count = len(conversations)
+    if batch > 1:
+        count = batch * max(_ROUNDS, -(-count // batch))
     again = [conversations[i % len(conversations)] for i in range(count)]
     return [replace(c, id=f"{c.id}.{i}") for i, c in enumerate(again)]
 
@@ -162,24 +169,35 @@ def _schemes(
     }
 
 
-def _ratios(found: Measurement, scheme: str) -> list[float]:
-    """Each conversation's decoding speed over plain decoding's. One that was asked several times
-    to fill a batch counts once: its answers are alike, and would make the interval too narrow."""
+def _ratios(found: Measurement, scheme: str, batch: int) -> list[Ratios]:
+    """Decoding speed over plain decoding's: of each conversation, which may have been asked several
+    times to fill batches, by batch; all in one where they ran one at a time."""
     plain, own = (speeds([a for a in found.answers if a.arm == arm]) for arm in (PLAIN, scheme))
-    ratios: dict[str, list[float]] = {}
+    ratios: dict[str, dict[int, list[float]]] = {}
     for name in (name for name in plain if name in own):
-        whole = name.rpartition(".")[0]  # see `_at_once`
-        ratios.setdefault(whole, []).append(own[name] / plain[name])
-    return [statistics.median(each) for each in ratios.values()]
+        whole, _, place = name.rpartition(".")  # see `_at_once`
+        turn = int(place) // batch if batch > 1 else 0
+        ratios.setdefault(whole, {}).setdefault(turn, []).append(own[name] / plain[name])
+    turns = sorted({turn for each in ratios.values() for turn in each})
+    return [[each.get(turn, []) for turn in turns] for each in ratios.values()]
 
 
-def bootstrap(ratios: SequenceOf[float], seed: int = 0) -> tuple[float, float]:
-    """A 90% interval of the median."""
-    rng = random.Random(seed)
+def bootstrap(ratios: SequenceOf[Ratios], seed: int = 0) -> tuple[float, float]:
+    """A 90% interval of `_median`: other conversations, and other moments for the batches."""
     if not ratios:
         return 0.0, 0.0
-    medians = [statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(2000)]
+    rng, turns = random.Random(seed), range(len(ratios[0]))
+    medians = [
+        _median(rng.choices(ratios, k=len(ratios)), rng.choices(turns, k=len(turns)))
+        for _ in range(1000)
+    ]
     return percentile(medians, 5), percentile(medians, 95)
+
+
+def _median(ratios: SequenceOf[Ratios], turns: SequenceOf[int]) -> float:
+    """Over conversations, each of which counts once, of what `_ratios` found in these batches."""
+    each = ([ratio for turn in turns for ratio in own[turn]] for own in ratios)
+    return statistics.median([statistics.median(own) for own in each if own] or [0.0])
 
 
 def _depth(llm: LLM, acceptance: SequenceOf[float], batch: int, context: int) -> int:
@@ -237,7 +255,7 @@ def _print(
             f"({best.low:.2f}-{best.high:.2f}) at {first} at once. Of its first draft tokens "
             f"{rates} are accepted, tau is {best.tau:.2f}: {why}."
         )
-        elsewhere = [f for f in findings if f.low >= WORTH]
+        elsewhere = [f for f in findings if f.low >= WORTH and f.depth]
         if elsewhere:
             f = max(elsewhere, key=lambda f: f.speedup)
             say(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
@@ -152,6 +153,8 @@ def _tracing(path: Path | None, arms: list[Arm]) -> Iterator[None]:
             name = f"{PLAIN} and {arm.name}" if arm is arms[1] else arm.name
             arm.llm.engine.metrics.trace_to(trace.track(name))
         yield
+    if trace.whole:
+        print(f"wrote {path}", file=sys.stderr)
 
 
 def _notes(skipped: list[str], complete: bool, broken: list[str], llms: list[LLM]) -> list[str]:

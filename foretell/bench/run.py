@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretell.bench.workloads import Conversation, by_category
-from foretell.config import check_range
+from foretell.config import MAX_NUM_SEQS, check_range
 from foretell.files import write_whole
 from foretell.sequence import FinishReason, SamplingParams
 
@@ -44,7 +44,7 @@ class BenchConfig:
     """Same seed, same texts; every conversation gets its own from it."""
 
     def __post_init__(self) -> None:
-        check_range(self, 1, None, "batch")
+        check_range(self, 1, MAX_NUM_SEQS, "batch")
         check_range(self, 2, None, "max_tokens")
         SamplingParams(temperature=self.temperature)  # refuses what is out of range
 

@@ -53,7 +53,8 @@ class Trace:
             raise ValueError(f"{path}: cannot be written ({error.strerror or error})") from None
         self._lock, self._num_tracks = Lock(), 0
         self.start = time.perf_counter()
-        self._broken = False
+        self.whole = True
+        """Whether all could be written so far."""
         self.write("[\n" + _event("process_name", "M", tid=0, args={"name": "foretell"}))
 
     def track(self, name: str) -> Track:
@@ -67,14 +68,14 @@ class Trace:
     def write(self, lines: str) -> None:
         """Writes whole lines. Where that fails there are no more events, and answers go on."""
         with self._lock:
-            if self._broken or self._file.closed:
+            if not self.whole or self._file.closed:
                 return
             try:
                 data = lines.encode()
                 while data:
                     data = data[self._file.write(data) or 0 :]
             except OSError as error:
-                self._broken = True
+                self.whole = False
                 log.warning("the trace ends here: it cannot be written (%s)", error)
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ Hugging Face's config.json is read in the old layout (rope_theta, rope_scaling) 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -76,7 +77,7 @@ class ModelConfig:
                 raise ValueError(f"model config: {name}={getattr(self, name)!r}: a whole number")
             if getattr(self, name) < 1:
                 raise ValueError(f"model config: {name}={getattr(self, name)} must be at least 1")
-        if not isinstance(self.rms_norm_eps, int | float) or self.rms_norm_eps < 0:
+        if not isinstance(self.rms_norm_eps, int | float) or not 0 <= self.rms_norm_eps < math.inf:
             raise ValueError(f"model config: rms_norm_eps={self.rms_norm_eps!r}: 0 or more")
         if self.rope_theta <= 0:
             raise ValueError(f"model config: rope_theta={self.rope_theta!r}: above 0")
@@ -288,7 +289,7 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
     if partial not in (None, 1, 1.0):
         raise ValueError("partial rotary embeddings are not supported")
     if kind == "default":
-        return float(theta or 10000.0), {"rope_type": "default"}
+        return float(10000.0 if theta is None else theta), {"rope_type": "default"}
     if kind in ("yarn", "llama3"):
         outside = config.get("original_max_position_embeddings")
         limit = outside or config.get("max_position_embeddings")
@@ -299,7 +300,7 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
             scaling["factor"] = (
                 config["max_position_embeddings"] / scaling["original_max_position_embeddings"]
             )
-    return float(theta or 10000.0), {"rope_type": kind, **scaling}
+    return float(10000.0 if theta is None else theta), {"rope_type": kind, **scaling}
 
 
 def _windows(config: Mapping[str, Any], qwen: bool, llama: bool) -> tuple[int | None, ...] | None:

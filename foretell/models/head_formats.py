@@ -78,7 +78,12 @@ def load_eagle(
         )
     restored = bool(settings.get("layernorms"))  # speculators: embedding, attention, lm_head
     para = bool(settings.get("add_para_norm"))  # HASS: embedding, feature
-    flag = lambda name, default: bool(settings.get(name, default))  # noqa: E731
+
+    def flag(name: str, default: bool) -> bool:
+        given = settings.get(name)
+        if not isinstance(given, bool | None):
+            raise ValueError(f"{path}: {name}={given!r}: must be true or false")
+        return default if given is None else given
 
     def norm(wanted: bool, *aliases: str) -> Tensor | None:
         found = next((name for name in aliases if f"{root}{name}.weight" in names), aliases[0])
@@ -93,6 +98,8 @@ def load_eagle(
         layers.append(reader.layer(f"{root}layers.{i}.", config))
     ids = own_ids(names, settings, draft_vocab, path, target.config.vocab_size)
     taps = _listed(settings.get("foretell_taps") or [-1], "foretell_taps", path)
+    if taps == (-1,) and f"{root}fuse_down.weight" in names:
+        raise ValueError(f"{path}: foretell_taps must say which layers fuse_down reads")
     if taps[-1] != -1 or not all(0 <= tap < target.config.num_layers for tap in taps[:-1]):
         raise ValueError(
             f"{path}: foretell_taps={[*taps]}: must be layers of the target, which has "
@@ -198,7 +205,7 @@ def own_ids(
 
 def _check_kind(settings: dict[str, Any], names: Checkpoint, method: str) -> None:
     """Refuses heads of other schemes, which look alike up to a few tensors."""
-    kind = settings.get("speculators_model_type") or method
+    kind = settings.get("speculators_model_type") or settings.get("foretell_method") or method
     if "mask_hidden" in names or settings.get("parallel_drafting"):
         kind = "peagle"
     if kind == "peagle":
@@ -239,7 +246,10 @@ def _fusion(
     inputs = len(taps) * width
     norms = [reader.norm(f"{root}fc_norm.{i}", width) for i in range(len(taps)) if fc_norm]
     fc = f"{root}fuse_down" if narrow else f"{root}fc"
-    rank = reader.checkpoint.shape(f"{fc}.weight")[0] if narrow else hidden
+    shape = reader.checkpoint.shape(f"{fc}.weight") if narrow else (hidden, inputs)
+    if len(shape) != 2 or not shape[0]:
+        raise ValueError(f"{reader.path}: tensor {fc}.weight has shape {[*shape]}")
+    rank = shape[0]
     return Fusion(
         fc=reader.linear({fc: rank}, inputs),
         up=reader.linear({f"{root}fuse_up": hidden}, rank) if narrow else None,

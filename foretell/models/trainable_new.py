@@ -81,8 +81,10 @@ def widen(
     Raises:
         ValueError: another head, one that has further layers already, or no layers of the target.
     """
-    if not isinstance(head, TrainableHead) or head.method != "eagle" or head.taps != (-1,):
-        raise ValueError(f"taps={taps}: only an EAGLE head that reads -1 alone learns to read more")
+    if not isinstance(head, TrainableHead) or head.method != "eagle":
+        raise ValueError(f"taps={taps}: a head of {head.method} does not learn to read more layers")
+    if head.taps != (-1,):
+        raise ValueError(f"taps={taps}: this head reads {head.taps} already: leave taps out")
     parts = head.parts
     _check_taps("eagle", taps, target.config.num_layers, parts.norm_hidden)
     parts = _wide(parts, taps, head.sizes.hidden_size)

@@ -97,9 +97,10 @@ class Checkpoints:
         return state
 
     def clear(self) -> None:
-        """Removes all checkpoints."""
+        """Removes all checkpoints, and the head that came of them."""
         for step in self.steps():
             self._drop(step)
+        shutil.rmtree(self.path / "head", ignore_errors=True)
         self.sweep()
 
     def sweep(self) -> None:

@@ -171,7 +171,8 @@ def evaluate(
 
     result = stage.evaluate(run, config, bench, engine, head=head, prompts=prompts, limit=limit)
     stage.show(result, Console())
-    print(f"wrote {run / 'evaluation.json'}")
+    out = run / "evaluation.json"
+    print(f"wrote {out}" if result.written else f"{out} is that of before")
     if not result.valid:
         raise typer.Exit(1)
 

@@ -4,6 +4,7 @@ has never seen. `foretell train evaluate`."""
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from foretell.bench.workloads import (
 )
 from foretell.config import EngineConfig
 from foretell.llm import LLM
+from foretell.models.checkpoint import read_json
 from foretell.progress import progress_bar
 from foretell.sequence import SamplingParams
 from foretell.terminal import Origins
@@ -58,6 +60,8 @@ class Evaluation:
     """Answers in pieces: text, and whether the draft guessed it."""
     problems: list[str] = field(default_factory=list[str])
     """Why the numbers mean nothing; empty in a valid evaluation."""
+    written: bool = True
+    """False: it was interrupted, and a valid one was there before."""
 
     @property
     def valid(self) -> bool:
@@ -149,7 +153,11 @@ def evaluate(
         "engine": [asdict(llm.config) | {"model": engine.model} for llm in llms.values()],
         **_as_json(result, config),
     }
-    write_json(out, _joined(found), facts)
+    if not found[-1].complete and out.exists():
+        with suppress(OSError, ValueError):
+            result.written = not read_json(out).get("valid")
+    if result.written:
+        write_json(out, _joined(found), facts)
     return result
 
 

@@ -15,7 +15,14 @@ import pytest
 from rich.console import Console
 
 from foretell.bench import advise as advising
-from foretell.bench.advise import Finding, _print, _print_prediction, _ratios, bootstrap
+from foretell.bench.advise import (
+    Finding,
+    _median,
+    _print,
+    _print_prediction,
+    _ratios,
+    bootstrap,
+)
 from foretell.bench.report import Line, summarize
 from foretell.bench.roofline import GPUS, Roofline, parse_hardware
 from foretell.bench.run import PLAIN, BenchConfig, Measurement
@@ -99,7 +106,7 @@ def test_it_promises_what_the_bench_prints(tmp_path, monkeypatch):
         prompts=tmp_path / "own.jsonl", batches=[2], console=Page(),
     )  # fmt: skip
     line = next(line for line in lines if line.scheme == finding.scheme)
-    assert (line.num_conversations, line.num_answers) == (3, 6)
+    assert (line.num_conversations, line.num_answers) == (6, 12)  # three batches of two
     promised = (finding.speedup, finding.end_to_end, finding.speed, finding.plain_speed)
     assert promised == (line.speedup, line.end_to_end, line.speed, line.plain_speed)
 
@@ -119,6 +126,12 @@ def test_what_surely_pays_goes_before_what_may_pay_more():
     assert "Use eagle: 1.10x" in "\n".join(lines)
 
 
+def test_what_no_draft_pays_for_is_not_worth_a_try():
+    one, other = found("prompt-lookup", 1, 1.0, spread=0.01), found("eagle", 4, 1.7, spread=0.1)
+    assert "worth a try" in "\n".join(advice(one, other))
+    assert "worth a try" not in "\n".join(advice(one, replace(other, depth=0)))
+
+
 def test_a_wide_interval_is_no_verdict_on_drafts():
     text = "\n".join(
         advice(found("prompt-lookup", 1, 1.2, spread=0.5), found("eagle", 4, 1.9, spread=0.2))
@@ -129,13 +142,21 @@ def test_a_wide_interval_is_no_verdict_on_drafts():
 
 
 def test_the_interval_is_narrower_with_more_prompts():
-    few, many = [1.0, 1.5, 2.0], [1.0, 1.5, 2.0] * 20
+    few = [[[1.0]], [[1.5]], [[2.0]]]
+    many = few * 20
     low, high = bootstrap(few)
     assert (low, high) == (1.0, 2.0)
     inner = bootstrap(many)
     assert low <= inner[0] <= 1.5 <= inner[1] <= high
     assert inner[1] - inner[0] < high - low
     assert bootstrap([]) == (0.0, 0.0)
+
+
+def test_what_ran_at_one_moment_shares_its_noise():
+    """Four conversations at once, three times: a batch's answers are alike."""
+    moments = [[1.7], [0.9], [0.8]]
+    low, high = bootstrap([moments] * 4)
+    assert (low, high) == (0.8, 1.7)
 
 
 def test_a_prompt_that_was_asked_again_to_fill_a_batch_counts_once():
@@ -145,7 +166,10 @@ def test_a_prompt_that_was_asked_again_to_fill_a_batch_counts_once():
     names = ["a.b.0", "x.1", "a.b.2", "x.3"]
     answers = [answer(PLAIN, name, 2.0) for name in names]
     answers += [answer("s", name, 1.0 if name[0] == "a" else 4.0) for name in names]
-    assert _ratios(Measurement(answers=answers), "s") == [2.0, 0.5]
+    ratios = _ratios(Measurement(answers=answers), "s", 2)
+    assert ratios == [[[2.0], [2.0]], [[0.5], [0.5]]]
+    assert _median(ratios, range(2)) == 1.25
+    assert _ratios(Measurement(answers=answers), "s", 1) == [[[2.0, 2.0]], [[0.5, 0.5]]]
 
 
 def test_no_advice_from_half_a_measurement_and_little_trust_in_one_prompt(tmp_path, monkeypatch):

@@ -149,6 +149,7 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(caplog):
         (result,) = engine.generate([[2, 3]], tiny.greedy(max_tokens=3))
     assert len(result.token_ids) == 3
     assert caplog.text.count("the trace ends here") == 1
+    assert not trace.whole
 
 
 def test_without_a_trace_timers_are_plain():

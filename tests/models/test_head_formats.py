@@ -36,6 +36,31 @@ def test_a_missing_tensor_and_one_left_over_are_named(kind: str, tmp_path: Path)
         read(method, (more, head[1]), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"foretell_method": "eagle3"}, "a head for eagle3, not for eagle"),
+        ({"foretell_taps": None}, "foretell_taps must say which layers"),
+        ({"norm_hidden": "false"}, "norm_hidden='false': must be true or false"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"rope_theta": 0}, "rope_theta=0.0"),
+    ],
+)
+def test_configs_that_would_draft_nonsense_are_refused(
+    changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    tensors, config = heads.wide_eagle()
+    with pytest.raises(ValueError, match=says):
+        read("eagle", (tensors, config | changes), tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 96), (96,)])
+def test_what_fuses_layers_has_two_dimensions(shape: tuple[int, ...], tmp_path: Path) -> None:
+    tensors, config = heads.wide_eagle()
+    with pytest.raises(ValueError, match=r"fuse_down\.weight has shape"):
+        read("eagle", (tensors | {"fuse_down.weight": torch.zeros(shape)}, config), tmp_path)
+
+
 def test_a_config_without_bias_means_that_there_is_one(tmp_path: Path) -> None:
     head = heads.eagle()
     mix = read("eagle", head, tmp_path).head.mix

@@ -254,6 +254,11 @@ def test_an_interruption_keeps_what_is_whole(run: Path, monkeypatch: pytest.Monk
     assert list(result.lines) == [0.0]
     assert json.loads((run / "evaluation.json").read_text())["complete"] is False
 
+    (run / "evaluation.json").write_text('{"valid": true}')
+    calls[0] = 0
+    assert not evaluated(run).written  # what was whole before stays
+    assert (run / "evaluation.json").read_text() == '{"valid": true}'
+
 
 def test_a_run_without_a_finished_head_gives_its_last_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="run foretell train fit first"):
