@@ -196,9 +196,7 @@ def test_other_settings_are_refused_by_name(tmp_path):
     assert trainer(tmp_path, max_steps=3, keep=9, threads=1).place.step == 3
     assert trainer(tmp_path, max_steps=3, lr=0.02, restart=True).place.step == 0
     assert not list(tmp_path.glob("step-*"))
-    assert not (
-        tmp_path / "head"
-    ).exists()  # which evaluate and export would take for the new run's
+    assert not (tmp_path / "head").exists()  # evaluate would take it for the new run's
 
 
 def test_two_processes_do_not_fit_into_one_directory(tmp_path):
