@@ -25,6 +25,10 @@ small difference between two of them. The pace takes what does change."""
 _TRUST = 96
 """Measurements that a calibration in peace and quiet is worth."""
 _PACE = 1 / 12
+_KNOWN = 8
+"""Measurements from which a term tells what is usual."""
+_STEP_TOKENS = 8
+"""Most tokens of a step's catching up; with more they are a prompt's or an answer's."""
 _SLOPE = 0.03
 """What a further row is thought to cost before any was measured, in passes of one."""
 _CLIP = 0.35
@@ -194,8 +198,15 @@ class Costs:
             self.propose[scheme].learn(counts, seconds / self.pace)
 
     def learn_observe(self, scheme: int, tokens: int, seconds: float) -> None:
-        if tokens and seconds > 0:
-            self.observe[scheme].learn((1, tokens), seconds / self.pace)
+        """A network's tells of the pace too: while it drafts in each step no plain one does, and
+        a machine that slows down meanwhile would seem to be a dear scheme."""
+        if not tokens or seconds <= 0:
+            return
+        terms, counts = self.observe[scheme], (1, tokens)
+        if self.with_model[scheme] and tokens <= _STEP_TOKENS and terms.seen >= _KNOWN:
+            surprise = _surprise(seconds / self.pace, terms(counts), terms.seen)
+            self.pace *= math.exp(_PACE * surprise)
+        terms.learn(counts, seconds / self.pace)
 
     # ---- kept between runs
 
@@ -228,7 +239,7 @@ class Costs:
         self._seen_beside = [_TRUST] * len(beside)
         groups = [(self.keys, keys), *zip(self.propose, propose, strict=True)]
         for terms, weights in [*groups, *zip(self.observe, observe, strict=True)]:
-            terms.weights, terms.seen = weights, 8
+            terms.weights, terms.seen = weights, _KNOWN
 
 
 def _surprise(seconds: float, expected: float, seen: int) -> float:

@@ -493,6 +493,27 @@ def test_how_rows_compare_outlasts_a_noisy_hour():
     assert costs.pace > 1.5
 
 
+def test_a_machine_that_slows_down_while_a_network_drafts_makes_it_no_dearer():
+    """No plain step tells of it, but what the network itself takes; a prompt's catching up not."""
+    costs = Costs([True])
+    for _ in range(100):
+        for rows in (1, 3):
+            costs.learn_target(rows, 0, 0, 0.008 + 0.001 * rows)
+        costs.learn_observe(0, 2, 0.001)
+        costs.learn_observe(0, 500, 0.0508)
+        costs.learn_beside(0, 3, 0, 0, 0.011)
+    before = costs.base(3) / costs.base(1)
+    for _ in range(20):
+        costs.learn_observe(0, 500, 1.3 * 0.0508)
+    assert costs.pace == pytest.approx(1, abs=0.05)
+    for _ in range(300):
+        costs.learn_observe(0, 2, 1.4 * 0.001)
+        costs.learn_beside(0, 3, 0, 0, 1.4 * 0.011)
+    assert costs.pace > 1.25
+    assert costs.beside[0] < 0.1 * costs.base(1)  # 0.5 if all of it were its own
+    assert costs.base(3) / costs.base(1) == pytest.approx(before, rel=0.02)
+
+
 def test_the_first_token_of_a_draft_costs_no_level():
     costs = Costs([True])
     for _ in range(200):
