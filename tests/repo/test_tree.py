@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MOST_LINES_A_FILE = 350
-MOST_CODE_LINES = 22_450
+MOST_CODE_LINES = 22_500
 TEXT = {".py", ".md", ".toml", ".jsonl", ".json", ".yml", ".txt", ""}
 # Put together so that this file does not hold what it looks for.
 MACHINE = re.compile(
