@@ -332,8 +332,9 @@ def test_layers_that_a_head_cannot_read(method: str, options: dict[str, Any], me
 
 
 def test_only_a_head_of_the_last_state_learns_to_read_more() -> None:
-    for head in (new_head("eagle", target(), taps=(0, -1)), new_head("mtp", target())):
-        with pytest.raises(ValueError, match="only an EAGLE head that reads -1 alone"):
-            widen(head, target(), (1, -1))
+    with pytest.raises(ValueError, match="already: leave taps out"):
+        widen(new_head("eagle", target(), taps=(0, -1)), target(), (1, -1))
+    with pytest.raises(ValueError, match="a head of mtp does not learn to read more layers"):
+        widen(new_head("mtp", target()), target(), (1, -1))
     with pytest.raises(ValueError, match="without its norms reads -1 alone"):
         widen(new_head("eagle", target(), norms=False), target(), (1, -1))
