@@ -86,7 +86,7 @@ def _multiply(
     # Few rows wait for memory, of which two panels in a row are read best. Many take long: small
     # pieces leave no thread without work.
     num = PIECE if rows < _SOME else 1
-    parts = 1 if rows < _SOME else (rows + _ROWS - 1) // _ROWS
+    parts = (rows + _ROWS - 1) // _ROWS
     count = panels * parts
     start = fetch_add(counter, num)
     while start < count:
@@ -98,7 +98,7 @@ def _multiply(
             s, b, y = scale + at, bias + at, out + at
             after = item + 1 if item + 1 < end else following
             after = weights + min(after // parts, panels - 1) * panel
-            stop = min(row + _ROWS, rows) if parts > 1 else rows
+            stop = min(row + _ROWS, rows)
             while row < stop:
                 size = min(block, stop - row)
                 # Two blocks at a time, each of which fetches half of the panel that comes next:
