@@ -69,7 +69,6 @@ def bench(
         speculation or (), config, engine, prompts=prompts, limit=limit, json=json_file,
         as_markdown=markdown, trace=trace, report=report, break_even=break_even,
     )  # fmt: skip
-    _say_wrote(json_file, report)
     if not same_text:
         raise typer.Exit(1)
 

@@ -69,6 +69,7 @@ def bench(
 
     Raises:
         ValueError: an option, the file of prompts or the model is wrong.
+        KeyboardInterrupt: it was interrupted; what was measured is printed and written.
     """
     config, engine = config or BenchConfig(), engine or EngineConfig()
     console = console or Console()
@@ -101,7 +102,8 @@ def bench(
         say(console, note)
     more = measurement.complete
     swept = sweep(arms, conversations, config, room) if break_even and more else {}
-    if break_even and more and (left := [batch for batch in BATCHES if batch not in swept]):
+    left = [batch for batch in BATCHES if break_even and more and batch not in swept]
+    if left:
         say(console, f"Interrupted: not tried with {left[0]} at once and more.")
     facts = {
         "environment": environment(),
@@ -118,6 +120,11 @@ def bench(
         steps = record(arms, ids, config.seed, config.temperature) if more else {}
         about = facts | {"model": Path(engine.model).name, "weights": engine.weights}
         write_whole(report, report_page(lines, measurement, swept, steps, about).encode())
+    for path in (json, report):
+        if path is not None:
+            print(f"wrote {path}", file=sys.stderr)
+    if left or not measurement.complete:
+        raise KeyboardInterrupt  # a script must not take a part for all of it
     return not broken
 
 

@@ -42,8 +42,9 @@ def read_workload(path: Path) -> list[Conversation]:
 def parse(text: str, name: str) -> list[Conversation]:
     """Reads JSON lines.
 
-    Each line is an object with ``turns`` (a list of user messages), ``prompt`` (one message) or
-    ``messages`` (a logged conversation in OpenAI's form, of which the user's are asked). Its
+    Each line is an object with ``turns`` (a list of user messages), ``prompt`` (one message),
+    ``messages`` or ``conversations`` (logged, in OpenAI's or ShareGPT's form, of which the user's
+    are asked). Its
     id is ``question_id`` or ``id``, else the line number; its category is the first there is of
     ``task``, ``category`` and ``bench``, else ``all``. Other fields and empty lines are ignored.
 
@@ -79,11 +80,11 @@ def _conversation(row: Any, number: int) -> Conversation:
         raise ValueError('not an object; write for example {"turns": ["Hello!"]}')
     turns = row.get("turns", row.get("prompt", _asked(row)))
     if turns is None:
-        raise ValueError("neither 'turns' nor 'prompt' nor 'messages'")
+        raise ValueError("neither 'turns' nor 'prompt' nor 'messages' nor 'conversations'")
     if isinstance(turns, str):
         turns = [turns]
     if not isinstance(turns, list) or not turns:
-        raise ValueError("'turns' must be a list of at least one message")
+        raise ValueError("must be a list of at least one message of the user's")
     if not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise ValueError("every turn must be text that is not empty")
     try:
@@ -96,13 +97,21 @@ def _conversation(row: Any, number: int) -> Conversation:
 
 
 def _asked(row: dict[str, Any]) -> list[str] | None:
-    """The user's messages of a logged request to OpenAI's API, or of a line of its batch files."""
-    body = row.get("body")
-    messages = (body if isinstance(body, dict) else row).get("messages")
-    if not isinstance(messages, list):
+    """The user's messages of a logged conversation, or of a line of OpenAI's batch files."""
+    body = row["body"] if isinstance(row.get("body"), dict) else row
+    said = body.get("messages", body.get("conversations"))
+    if not isinstance(said, list):
         return None
-    asked = [m.get("content") for m in messages if isinstance(m, dict) and m.get("role") == "user"]
-    return [text for text in asked if isinstance(text, str)]
+    said = [m for m in said if isinstance(m, dict)]
+    asked = [m for m in said if m.get("role", m.get("from")) in ("user", "human")]
+    return [_text(m.get("content", m.get("value"))) for m in asked]
+
+
+def _text(content: Any) -> Any:
+    """A content's text where it is a list of parts of text; anything else as it is."""
+    if isinstance(content, list) and all(isinstance(p, dict) and "text" in p for p in content):
+        return "".join(str(part["text"]) for part in content)
+    return content
 
 
 def by_category(conversations: list[Conversation]) -> dict[str, list[Conversation]]:

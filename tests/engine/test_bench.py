@@ -60,13 +60,18 @@ def test_reads_the_formats_of_spec_bench_edits_and_vicuna() -> None:
         "\n"
         '{"id": "E/0", "bench": "EditEval", "license": "MIT", "turns": ["c"], "reference": "x"}\r\n'
         '{"question_id": 1, "category": "generic", "turns": ["d\u2028e"]}\n'
-        '{"prompt": "f"}'
+        '{"prompt": "f"}\n'
+        '{"conversations": [{"from": "human", "value": "g"}, {"from": "gpt", "value": "h"}]}\n'
+        '{"body": {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": '
+        '[{"type": "text", "text": "i"}, {"type": "text", "text": "j"}]}]}}'
     )
     assert parse(text, "x") == [
         Conversation("81", "mt_bench", ("a", "b")),
         Conversation("E/0", "EditEval", ("c",)),
         Conversation("1", "generic", ("d\u2028e",)),
         Conversation("5", "all", ("f",)),
+        Conversation("6", "all", ("g",)),
+        Conversation("7", "all", ("ij",)),
     ]
 
 
@@ -79,6 +84,8 @@ def test_reads_the_formats_of_spec_bench_edits_and_vicuna() -> None:
         ("{}", "neither 'turns' nor 'prompt'"),
         ('{"turns": []}', "at least one message"),
         ('{"turns": {"a": 1}}', "at least one message"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "of the user's"),
+        ('{"messages": [{"role": "user", "content": [{"image_url": "x"}]}]}', "must be text"),
         ('{"turns": ["a", " "]}', "not empty"),
         ('{"turns": ["a", 3]}', "not empty"),
         ('{"turns": ["a"], "id": "1"}', "second time"),

@@ -252,7 +252,7 @@ def test_bench_says_where_its_break_even_was_interrupted(run, tmp_path, monkeypa
     asked = "bench", "--max-tokens=4", LOOKUP, f"--prompts={prompts}", f"--json={facts}"
     _, whole, _ = run(*asked)
     status, out, _ = run(*asked, "--break-even")
-    assert status == 0
+    assert status == 130
     assert "Interrupted" not in whole
     assert "Interrupted: not tried with 4 at once and more." in out
     assert list(json.loads(facts.read_text())["break_even"]) == ["1", "2"]
