@@ -118,7 +118,7 @@ class PackedBatches:
         if missing := [tap for tap in self.taps if tap not in texts.taps]:
             raise ValueError(
                 f"the features have layers {_listed(texts.taps)}, and the head reads layer "
-                f"{missing[0]}: make them with --taps {_listed((*texts.taps, *missing))}"
+                f"{missing[0]}: make them again with --taps {_listed((*texts.taps, *missing))}"
             )
         lengths = texts.lengths(max_len)
         self.num_tokens = sum(lengths)

@@ -152,7 +152,7 @@ def test_a_head_gets_the_taps_it_reads():
             batch.features, both if columns is None else whole.features[..., columns]
         )
         assert torch.equal(batch.hidden, whole.features[..., 3:])
-    with pytest.raises(ValueError, match=r"head reads layer 7: make them with --taps 4,-1,7"):
+    with pytest.raises(ValueError, match=r"head reads layer 7: make them again with --taps 4,-1,7"):
         PackedBatches(made, taps=(7,), max_len=16)
 
 
