@@ -31,7 +31,7 @@ from foretell.bench.command import bench
 from foretell.bench.run import BenchConfig
 from foretell.bench.workloads import default_workload, pick, read_workload
 from foretell.config import EngineConfig
-from foretell.engine import calibrate
+from foretell.engine import kept
 from foretell.engine.engine import Engine
 from foretell.runtime.runner import Runtime
 
@@ -50,7 +50,7 @@ def go_by_passes(folder: Path) -> None:
     """
     now = [0.0]
     time.perf_counter = lambda: now[0]
-    calibrate.home = lambda: folder
+    kept.home = lambda: folder
 
     def charged(owner: Any, name: str, milliseconds: Any) -> None:
         call = getattr(owner, name)

@@ -134,7 +134,7 @@ def evaluate(
     room = llms["chain"].engine.runtime.max_model_len
     turns = sum(len(conversation.turns) for conversation in conversations)
     found: list[Measurement] = []
-    with progress_bar("measuring", turns * len(TEMPERATURES)) as advance:
+    with progress_bar("measuring", turns * len(TEMPERATURES), lines=True) as advance:
         for temperature in TEMPERATURES:
             own = replace(bench, temperature=temperature)
             found.append(measure(arms, conversations, own, room, advance))

@@ -227,7 +227,7 @@ def stale_draft_kv(patch):
     """Accepted tokens keep the KV that the draft wrote: the target's own is overwritten."""
     observe = Engine._observe
 
-    def wrong(self, items, spans, starts, choice, features):
+    def wrong(self, items, spans, starts, *rest):
         layers = self.runtime.kv.layers
         for item, start in zip(items, starts, strict=True):
             sequence = item.sequence
@@ -239,7 +239,7 @@ def stale_draft_kv(patch):
                         for cell in cells:
                             page, at = divmod(cell, self.runtime.page_size)
                             own[page, :, at] = other[page, :, at]
-        observe(self, items, spans, starts, choice, features)
+        observe(self, items, spans, starts, *rest)
 
     patch.setattr(Engine, "_observe", wrong)
 
