@@ -1,4 +1,5 @@
-# make demo: from a fresh checkout to an answer.  make test: the suite (make slow: real models too).  make check: lint and types.
+# make demo: from a fresh checkout to an answer.  make test: the suite.  make slow: what takes long, with
+# real models.  make check: lint and types.
 # pip takes the torch that its settings lead to. On Linux without an NVIDIA GPU point pip at PyTorch's
 # CPU wheels first (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS): the default ones carry gigabytes of CUDA.
 

@@ -241,4 +241,11 @@ def traced(llm: LLM, path: Path | None) -> Iterator[None]:
             llm.target.model.listeners = trace.track("first half"), trace.track("second half")
         yield
     if trace.whole:
-        print(f"wrote {path}", file=sys.stderr)
+        say_wrote(path)
+
+
+def say_wrote(*paths: Path | None) -> None:
+    """On stderr: tables on stdout may be on their way into a file."""
+    for path in paths:
+        if path is not None:
+            print(f"wrote {path}", file=sys.stderr)

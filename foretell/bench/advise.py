@@ -126,8 +126,8 @@ def advise(
             speedups = line.speedup, *bootstrap(_ratios(found, text, batch))
             depth = _depth(llms[text], accepted, batch, context)
             findings.append(Finding(text, batch, *speedups, *measured, tau, accepted, depth))
-        for llm in llms.values():
-            llm.close()
+        for llm in llms.values():  # not `close`: a bench afterwards must begin with what this had
+            llm.engine.runtime.close()
     _print(console, findings, config, engine, prompts)
     if len(conversations) < 5:  # a bootstrap knows nothing of what others are like
         console.print(f"\nOnly {len(conversations)} prompts: the intervals say little.")

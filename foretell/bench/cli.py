@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +11,7 @@ from foretell.bench.certify_config import CertifyConfig
 from foretell.bench.run import BenchConfig
 from foretell.config import EngineConfig
 from foretell.flags import from_fields, option
-from foretell.terminal import get_model
+from foretell.terminal import get_model, say_wrote
 
 _SCHEME = "SCHEME[:NAME=VALUE,...]"
 Prompts = Annotated[
@@ -28,13 +27,6 @@ TraceFile = Annotated[
         "FILE", "Write each step and its phases as trace events, for ui.perfetto.dev.", "--trace"
     ),
 ]
-
-
-def _say_wrote(*paths: Path | None) -> None:
-    """On stderr: tables on stdout may be on their way into a file."""
-    for path in paths:
-        if path is not None:
-            print(f"wrote {path}", file=sys.stderr)
 
 
 @from_fields(EngineConfig, BenchConfig, without=("speculation", "prefix_caching"))
@@ -96,7 +88,7 @@ def certify(
 
     config = config.quick() if quick else config
     holds = prove(engine, config, prompts=prompts, json=json_file, html=html)
-    _say_wrote(json_file, html)
+    say_wrote(json_file, html)
     if not holds:
         raise typer.Exit(1)
 

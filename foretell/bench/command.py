@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from foretell.engine.trace import Trace
 from foretell.files import write_whole
 from foretell.llm import LLM
 from foretell.progress import progress_bar
+from foretell.terminal import say_wrote
 
 BATCHES = (1, 2, 4, 8, 16)
 DEFAULT_SCHEMES = ("prompt-lookup", "draft-model:weights=int4")
@@ -102,7 +102,7 @@ def bench(
         say(console, note)
     more = measurement.complete
     swept = sweep(arms, conversations, config, room) if break_even and more else {}
-    left = [batch for batch in BATCHES if break_even and more and batch not in swept]
+    left = [batch for batch in BATCHES if batch not in swept] if break_even and more else []
     if left:
         say(console, f"Interrupted: not tried with {left[0]} at once and more.")
     facts = {
@@ -120,9 +120,7 @@ def bench(
         steps = record(arms, ids, config.seed, config.temperature) if more else {}
         about = facts | {"model": Path(engine.model).name, "weights": engine.weights}
         write_whole(report, report_page(lines, measurement, swept, steps, about).encode())
-    for path in (json, report):
-        if path is not None:
-            print(f"wrote {path}", file=sys.stderr)
+    say_wrote(json, report)
     if left or not measurement.complete:
         raise KeyboardInterrupt  # a script must not take a part for all of it
     return not broken
@@ -161,7 +159,7 @@ def _tracing(path: Path | None, arms: list[Arm]) -> Iterator[None]:
             arm.llm.engine.metrics.trace_to(trace.track(name))
         yield
     if trace.whole:
-        print(f"wrote {path}", file=sys.stderr)
+        say_wrote(path)
 
 
 def _notes(skipped: list[str], complete: bool, broken: list[str], llms: list[LLM]) -> list[str]:

@@ -44,9 +44,9 @@ def parse(text: str, name: str) -> list[Conversation]:
 
     Each line is an object with ``turns`` (a list of user messages), ``prompt`` (one message),
     ``messages`` or ``conversations`` (logged, in OpenAI's or ShareGPT's form, of which the user's
-    are asked). Its
-    id is ``question_id`` or ``id``, else the line number; its category is the first there is of
-    ``task``, ``category`` and ``bench``, else ``all``. Other fields and empty lines are ignored.
+    are asked). Its id is ``question_id`` or ``id``, else the line number; its category is the first
+    there is of ``task``, ``category`` and ``bench``, else ``all``. Other fields and empty lines are
+    ignored.
 
     Args:
         text: the file's content.
@@ -84,7 +84,9 @@ def _conversation(row: Any, number: int) -> Conversation:
     if isinstance(turns, str):
         turns = [turns]
     if not isinstance(turns, list) or not turns:
-        raise ValueError("must be a list of at least one message of the user's")
+        raise ValueError(
+            "'turns' must be a list of at least one message, and a log have one of the user's"
+        )
     if not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise ValueError("every turn must be text that is not empty")
     try:
@@ -109,9 +111,11 @@ def _asked(row: dict[str, Any]) -> list[str] | None:
 
 def _text(content: Any) -> Any:
     """A content's text where it is a list of parts of text; anything else as it is."""
-    if isinstance(content, list) and all(isinstance(p, dict) and "text" in p for p in content):
-        return "".join(str(part["text"]) for part in content)
-    return content
+    if not isinstance(content, list):
+        return content
+    texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+    found = [text for text in texts if isinstance(text, str)]
+    return "".join(found) if len(found) == len(texts) else content
 
 
 def by_category(conversations: list[Conversation]) -> dict[str, list[Conversation]]:

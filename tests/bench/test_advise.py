@@ -172,6 +172,17 @@ def test_a_prompt_that_was_asked_again_to_fill_a_batch_counts_once():
     assert _ratios(Measurement(answers=answers), "s", 1) == [[[2.0, 2.0]], [[0.5, 0.5]]]
 
 
+def test_a_bench_afterwards_begins_with_what_each_load_began_with(tmp_path, monkeypatch):
+    """Else it would know what the advice did not, and come out otherwise."""
+    monkeypatch.setattr("foretell.engine.kept.home", lambda: tmp_path / "home")
+    engine = rig.engine(rig.write_model(tmp_path / "m"))
+    advising.advise(
+        ["prompt-lookup:k=3"], BenchConfig(max_tokens=8), engine,
+        batches=[1, 2], sample=2, console=Page(),
+    )  # fmt: skip
+    assert [path.name for path in (tmp_path / "home").iterdir()] == ["costs"]
+
+
 def test_no_advice_from_half_a_measurement_and_little_trust_in_one_prompt(tmp_path, monkeypatch):
     model = rig.write_model(tmp_path / "m")
     (tmp_path / "one.jsonl").write_text('{"prompt": "abcabcabc"}')

@@ -258,6 +258,19 @@ def test_bench_says_where_its_break_even_was_interrupted(run, tmp_path, monkeypa
     assert list(json.loads(facts.read_text())["break_even"]) == ["1", "2"]
 
 
+def test_an_interrupted_bench_keeps_what_it_has_and_is_no_success(run, tmp_path, monkeypatch):
+    prompts, facts, measure = tmp_path / "p.jsonl", tmp_path / "f.json", command.measure
+    prompts.write_text('{"prompt": "ab ab ab"}\n')
+    cut = lambda *given: replace(measure(*given), complete=False)  # noqa: E731
+    monkeypatch.setattr(command, "measure", cut)
+    asked = "bench", "--max-tokens=4", LOOKUP, f"--prompts={prompts}", f"--json={facts}"
+    status, out, problems = run(*asked)
+    assert status == 130
+    assert "Interrupted: these numbers are of the prompts done so far." in out
+    assert f"wrote {facts}" in problems
+    assert json.loads(facts.read_text())["complete"] is False
+
+
 def test_raw_and_chat_differ_by_the_template(run):
     raw = json.loads(run("generate", "--raw", "abc", "--json", *GREEDY)[1])
     chat = json.loads(run("generate", "abc", "--system", "S", "--json", *GREEDY)[1])
