@@ -85,8 +85,14 @@ def test_reads_the_formats_of_spec_bench_edits_and_vicuna() -> None:
         ('{"turns": []}', "at least one message"),
         ('{"turns": {"a": 1}}', "at least one message"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "of the user's"),
-        ('{"messages": [{"role": "user", "content": [{"text": "a"}, {"image_url": "x"}]}]}', "must be text"),
-        ('{"messages": [{"role": "user", "content": [{"text": "a"}, {"text": null}]}]}', "must be text"),
+        (
+            '{"messages": [{"role": "user", "content": [{"text": "a"}, {"image_url": "x"}]}]}',
+            "must be text",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": [{"text": "a"}, {"text": null}]}]}',
+            "must be text",
+        ),
         ('{"turns": ["a", " "]}', "not empty"),
         ('{"turns": ["a", 3]}', "not empty"),
         ('{"turns": ["a"], "id": "1"}', "second time"),
