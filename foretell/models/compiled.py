@@ -34,7 +34,7 @@ _SPAN = 512
 
 def sync_bytes(layers: int) -> int:
     """What a pass needs to keep its threads together: the barrier and a counter a hand-out."""
-    return LINE * (5 + HANDED_OUT + 9 * layers)
+    return LINE * (7 + HANDED_OUT + 9 * layers)
 
 
 @jit()
@@ -61,13 +61,14 @@ def _cache_at(typing: Any, like: Any, address: Any) -> Any:
 @jit()
 def _matrix(
     run: Any, table: Any, sizes: Any, i: Any, x: Any, stride: Any, rows: Any, out: Any,
-    counter: Any,
+    counter: Any, first: Any, end: Any,
 ) -> None:  # fmt: skip
-    """Product i of a layer."""
+    """Panels first .. end - 1 of a layer's product i."""
     padded, panel, panels = sizes[3 * i], sizes[3 * i + 1], sizes[3 * i + 2]
+    before = 4 * PANEL * first
     multiply(
-        run, x, stride, rows, table[3 * i], padded, panel, panels, table[3 * i + 1],
-        table[3 * i + 2], out, PANEL * panels, counter,
+        run, x, stride, rows, table[3 * i] + first * panel, padded, panel, end - first,
+        table[3 * i + 1] + before, table[3 * i + 2] + before, out + before, PANEL * panels, counter,
     )  # fmt: skip
 
 
@@ -126,11 +127,12 @@ def _activate(
 
 @jit()
 def _turn(
-    wide: Any, width: Any, at: Any, sizes: Any, cos: Any, sin: Any, positions: Any, cells: Any,
-    eps: Any, k_cache: Any, v_cache: Any, counter: Any, piece: Any,
+    wide: Any, width: Any, heads: Any, kv_heads: Any, at: Any, sizes: Any, cos: Any, sin: Any,
+    positions: Any, cells: Any, eps: Any, k_cache: Any, v_cache: Any, counter: Any, piece: Any,
 ) -> None:  # fmt: skip
-    """Norms and rotates q and k in place, and writes k and v to the cache."""
-    rows, (heads, kv_heads, dim, size) = positions.shape[0], sizes[13:17]
+    """Norms and rotates q and k in place, and writes k and v to the cache; so many heads of them
+    lie in rows at address `wide`."""
+    rows, (dim, size) = positions.shape[0], sizes[15:17]
     qkv = carray(float_at(wide), (rows, width))
     q_norm, k_norm = floats(at[14], dim if at[14] else 0), floats(at[15], dim if at[15] else 0)
     while True:
@@ -219,30 +221,40 @@ def run(
         now = _met(sync, shares, share, spent, 1, now)
     for layer in range(layers):
         at, counter = table[layer], counter + LINE
-        _matrix(product, at, sizes, 0, fitted, stride, rows, wide, counter)
+        ends_here, asking = narrow and layer + 1 == layers, heads * dim
+        first = asking // PANEL if ends_here else 0  # rows that end here ask nobody
+        _matrix(product, at, sizes, 0, fitted, stride, rows, wide, counter, first, sizes[2])
         now = _met(sync, shares, share, spent, 2, now)
 
         k_cache = carray(_cache_at(bits, caches[layer, 0]), (num_pages, kv_heads, size * dim))
         v_cache = carray(_cache_at(bits, caches[layer, 1]), (num_pages, kv_heads, size * dim))
         qkv_width, counter = PANEL * sizes[2], counter + LINE
         _turn(
-            wide, qkv_width, at, sizes, cos, sin, positions, cells, eps, k_cache, v_cache,
-            counter, piece,
+            wide + (4 * asking if ends_here else 0), qkv_width, 0 if ends_here else heads, kv_heads,
+            at, sizes, cos, sin, positions, cells, eps, k_cache, v_cache, counter, piece,
         )  # fmt: skip
         now = _met(sync, shares, share, spent, 3, now)
 
-        qkv = carray(float_at(wide), (rows, qkv_width))
-        if narrow and layer + 1 == layers:
+        if ends_here:
             if share == 0:
                 for i in range(outputs.shape[0]):  # ascending: none is written over before
-                    for d in range(width):
-                        x[i, d] = x[outputs[i], d]
-                    for d in range(heads * dim):
-                        qkv[i, d] = qkv[outputs[i], d]
+                    x[i] = x[outputs[i]]
+                    given = floats(fitted + outputs[i] * stride, stride // 4)
+                    floats(fitted + i * stride, stride // 4)[:] = given
             meet(sync, shares)
             rows = outputs.shape[0]
-            x, piece = x[:rows], max(1, rows // (8 * shares))
+            x, piece, counter = x[:rows], max(1, rows // (8 * shares)), counter + LINE
+            first = (asking + PANEL - 1) // PANEL
+            _matrix(product, at, sizes, 0, fitted, stride, rows, wide, counter, 0, first)
+            now = _met(sync, shares, share, spent, 2, now)
+            counter += LINE
+            _turn(
+                wide, qkv_width, heads, 0, at, sizes, cos, sin, positions[outputs], cells[outputs],
+                eps, k_cache, v_cache, counter, piece,
+            )  # fmt: skip
+            now = _met(sync, shares, share, spent, 3, now)
             places, ancestors, tiles, pieces = out_places, out_ancestors, out_tiles, out_pieces
+        qkv = carray(float_at(wide), (rows, qkv_width))
         q = as_strided(qkv, (rows, heads, dim), (4 * qkv_width, 4 * dim, 4))
         out = carray(float_at(seen), (rows, heads, dim))
         counter += LINE
@@ -258,7 +270,7 @@ def run(
             )
         meet(sync, shares)
         counter += LINE
-        _matrix(product, at, sizes, 1, fitted, stride, rows, wide, counter)
+        _matrix(product, at, sizes, 1, fitted, stride, rows, wide, counter, 0, sizes[5])
         now = _met(sync, shares, share, spent, 5, now)
 
         counter += LINE
@@ -269,7 +281,7 @@ def run(
         now = _met(sync, shares, share, spent, 1, now)
 
         counter += LINE
-        _matrix(product, at, sizes, 2, fitted, stride, rows, wide, counter)
+        _matrix(product, at, sizes, 2, fitted, stride, rows, wide, counter, 0, sizes[8])
         now = _met(sync, shares, share, spent, 6, now)
 
         counter += LINE
@@ -280,7 +292,7 @@ def run(
         now = _met(sync, shares, share, spent, 7, now)
 
         counter += LINE
-        _matrix(product, at, sizes, 3, fitted, stride, rows, wide, counter)
+        _matrix(product, at, sizes, 3, fitted, stride, rows, wide, counter, 0, sizes[11])
         now = _met(sync, shares, share, spent, 8, now)
 
         counter += LINE

@@ -121,12 +121,23 @@ def test_the_compiled_pass_does_what_forward_says(kind, weights, tmp_path, monke
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("weights", ["int8", "f32"])
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("smollm2", {}),
+        ("llama-biased", {}),
+        ("qwen3", {}),
+        # Queries end in the middle of a panel.
+        ("smollm2", {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1}),
+    ],
+)
 def test_rows_that_only_fill_the_cache_end_at_the_last_layer(
-    weights, threads, tmp_path, monkeypatch
+    kind, changes, weights, threads, tmp_path, monkeypatch
 ):
     """Where few rows' outputs are wanted the others leave the same keys and values, and theirs are
     the same bits."""
-    loaded = load(str(save(make("smollm2"), tmp_path)), weights, progress=False)
+    loaded = load(str(save(make(kind, **changes), tmp_path)), weights, progress=False)
+    assert loaded.model.whole_pass is not None
     with every_thread(monkeypatch, threads):
         whole, narrow = Cache(loaded, CpuAttention()), Cache(loaded, CpuAttention())
         for start, parents, picked in ((0, None, [29]), (0, None, []), (30, PARENTS, [0, 3, 4, 7])):
