@@ -314,9 +314,7 @@ def main(arguments: Sequence[str]) -> int:
         if not hasattr(error, "format_message"):  # a mistake of ours: show it all
             raise
         return _complain(f"{error.format_message()} (see foretell --help)", 2)  # type: ignore[attr-defined]
-    if status == 130:
-        return _complain("interrupted", 130)
-    return int(status or 0)
+    return _complain("interrupted", 130) if status == 130 else int(status or 0)
 
 
 def _complain(message: str, status: int) -> int:

@@ -47,9 +47,7 @@ class Detokenizer:
     @property
     def certain(self) -> int:
         """Characters of `text` that later tokens cannot change."""
-        if self.stopped:
-            return len(self.text)
-        return max(0, len(self.text) - self._hold)
+        return len(self.text) if self.stopped else max(0, len(self.text) - self._hold)
 
     def push(self, token: int) -> bool:
         """Takes the next token; True when a stop string is complete: `text` is cut before it."""

@@ -53,9 +53,7 @@ def curves(rows: list[Row]) -> list[Markup]:
 def expected_tau(accepted: list[float] | None) -> float | None:
     """Tokens a target pass of a chain whose positions are accepted with these chances, the
     target's own token included."""
-    if not accepted:
-        return None
-    return 1 + sum(accumulate(accepted, mul))
+    return 1 + sum(accumulate(accepted, mul)) if accepted else None
 
 
 def held_out(rows: list[Row]) -> list[tuple[int, Row]]:
